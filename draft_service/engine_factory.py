@@ -22,6 +22,7 @@ from shared.device import (
     dtype_name,
     kv_dtype_name,
     max_batch_rows,
+    multiplies_fp8,
     resolve_device,
     resolve_dtype,
     resolve_kv_dtype,
@@ -49,7 +50,7 @@ from shared.models.config import (
 from shared.models.digest import start_model_hash
 from shared.models.draft import DraftModel, load_draft
 from shared.models.hub import last_part
-from shared.models.quantization import quantization_while_loading, read_quantization
+from shared.models.quantization import draft_quantization_while_loading, read_quantization
 from shared.models.tensor_reads import report_reads
 from shared.rpc.engine import ProgressCallback
 
@@ -98,7 +99,11 @@ def create_engine(
     )
     dtype = resolve_dtype(config.dtype, checkpoint_dtype=target_config.dtype, device=device)
     stored = read_quantization(directory)
-    quantization = quantization_while_loading(config.quantization, checkpoint=stored)
+    quantization = draft_quantization_while_loading(
+        config.quantization,
+        checkpoint=stored,
+        is_faster=dtype.itemsize == 2 and multiplies_fp8(device),
+    )
     longest = config.max_context_len or target_config.max_position_embeddings
     if longest < _LEAST_CONTEXT:
         raise ConfigError(
@@ -125,7 +130,7 @@ def create_engine(
         max_context_len=longest,
         page_size=config.page_size,
         dtype=dtype_name(dtype),
-        quantization=quantization or stored,
+        quantization=stored or quantization,
         kv_cache_dtype=kv_dtype_name(kv_dtype, dtype),
         device=device.type,
         features=spec,  # without a dtype, which is the target's to say
@@ -182,7 +187,7 @@ def load_model(
 
     Args:
         directory, target: The checkpoints.
-        quantization: "fp8": projections become FP8.
+        quantization: What becomes FP8, see `draft_quantization_while_loading`.
         longest: Tokens of the longest request.
     Raises: ConfigError if they do not fit, or CheckpointError.
     """

@@ -89,9 +89,13 @@ class UpConfig:
     quantization: str = option_of(
         TargetConfig,
         "quantization",
-        help="fp8 = weights of the target become FP8; auto = as they are",
+        help="fp8 = weights of the target become FP8; auto, none = as they are",
     )
-    draft_quantization: str = option_of(DraftConfig, "quantization", help="the same of the draft")
+    draft_quantization: str = option_of(
+        DraftConfig,
+        "quantization",
+        help="the same of the draft, whose weights auto makes FP8 where a GPU multiplies it",
+    )
     kv_cache_dtype: str = option_of(
         TargetConfig,
         "kv_cache_dtype",

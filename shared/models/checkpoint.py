@@ -20,6 +20,7 @@ from shared.models import hub
 from shared.models.int4_config import PACKED, QWEIGHT, Int4Config, read_int4_config
 from shared.models.quantization import (
     FP8,
+    FP8_OUTPUT,
     activation_scale_of,
     is_projection,
     read_fp8_rows,
@@ -156,7 +157,8 @@ class CheckpointReader:
         device: Where tensors go.
         dtype: What floating-point tensors become.
         rename: Maps a name in the files to the name by which `load` asks; errors say both.
-        quantization: "fp8": projections that are not FP8 become it.
+        quantization: FP8: projections that are not FP8 become it, and what is asked for by
+            `output_layer`; FP8_OUTPUT: that alone.
     """
 
     def __init__(
@@ -239,6 +241,14 @@ class CheckpointReader:
     def load_weight(self, name: str, shape: Sequence[int]) -> Weight:
         """Return the weight of a linear layer, ready to be multiplied by; see `load`."""
         return self.products.weight(self.load(name, shape))
+
+    def output_layer(self, weight: torch.Tensor) -> Weight:
+        """Return the output layer of a draft, [V, h], ready to be multiplied by."""
+        from shared.kernels.quantized import quantize
+
+        if self._quantization in (FP8, FP8_OUTPUT):
+            return self.products.weight(quantize(weight, has_fp8_rows=True))
+        return self.products.weight(weight)
 
     def load_projection(self, name: str, shape: Sequence[int]) -> Weight:
         """Return the weight of a projection, ready to be multiplied by; see `load_matrix`."""

@@ -128,7 +128,7 @@ def load_draft(
         context_len: Longest sequence, tokens; None = the target's max_position_embeddings, which
             may exceed the draft's: past its own it attends to a sliding window.
         is_projected: As in `feature_spec`.
-        quantization: "fp8": projections that are not FP8 become it.
+        quantization: See `draft_quantization_while_loading`.
         token_map: File of the ids that an EAGLE-1/2 head may propose; None: all.
     Raises: CheckpointError naming what is missing, left over, mis-shaped or does not fit;
         ConfigError if the token map does not.

@@ -71,7 +71,7 @@ class EagleDraft(OneForward, Head):
         if token_map is not None:
             self._token_map = token_map = token_map.to(self.device)
             target_head = target_head[token_map]
-        self._head = reader.products.weight(target_head)
+        self._head = reader.output_layer(target_head)
         self.vocab_size = target_head.shape[0]
 
     @classmethod

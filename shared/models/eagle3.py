@@ -150,9 +150,8 @@ class Eagle3Draft(OneForward, Head):
         self._norm = reader.load("norm.weight", (hidden,))
         if target_head is None:
             size = config.draft_vocab_size or decoder.vocab_size
-            self._head = reader.load_weight(_HEAD, (size, hidden))
-        else:
-            self._head = reader.products.weight(target_head)
+            target_head = reader.load(_HEAD, (size, hidden))
+        self._head = reader.output_layer(target_head)
         self.vocab_size = self._head.shape[0]
         self._target_ids = self._load_target_ids(reader, decoder.vocab_size)
 

@@ -53,13 +53,19 @@ class CausalLM:
 
     Args:
         context_len: Longest sequence, tokens; None = max_position_embeddings.
+        is_draft: Its output layer may be quantised as well.
 
     Attributes:
         products: How its weights and its attention are multiplied on a CPU.
     """
 
     def __init__(
-        self, reader: CheckpointReader, config: ModelConfig, *, context_len: int | None = None
+        self,
+        reader: CheckpointReader,
+        config: ModelConfig,
+        *,
+        context_len: int | None = None,
+        is_draft: bool = False,
     ) -> None:
         self.config = config
         self._embedding = load_embedding(reader, config)
@@ -68,7 +74,7 @@ class CausalLM:
         ]
         self._norm = load_norm(reader, "model.norm.weight", config.hidden_size, config.norm_rule)
         head = load_head(reader, config, self._embedding)
-        self._head = reader.products.weight(head)
+        self._head = reader.output_layer(head) if is_draft else reader.products.weight(head)
         self.products = reader.products
         self.device = self._embedding.device
         self.dtype = self._embedding.dtype
@@ -87,17 +93,17 @@ class CausalLM:
         *,
         context_len: int | None = None,
         quantization: str = "",
+        is_draft: bool = False,
     ) -> CausalLM:
         """Load a checkpoint, every tensor accounted for.
 
         Args:
-            quantization: "fp8": projections that are not FP8 become it.
-
+            quantization: See CheckpointReader.
         Raises: CheckpointError naming what is missing, left over, mis-shaped or unsupported.
         """
         config = ModelConfig.from_checkpoint(directory)
         with open_language_model(directory, device, dtype, quantization) as reader:
-            model = cls(reader, config, context_len=context_len)
+            model = cls(reader, config, context_len=context_len, is_draft=is_draft)
             mtp = _mtp_extras(config)
             vision = _VISION_EXTRAS if config.has_vision else ()
             reader.finish([*_KNOWN_EXTRAS, *mtp, *vision])

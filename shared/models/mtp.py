@@ -173,7 +173,7 @@ class MTPDraft(Head):
         self._width = config.hidden_size
         self.hidden_size = max(num_layers - 1, 1) * self._width
         self.kv_lag = num_layers - 1
-        self._head = reader.products.weight(load_head(reader, config, embedding))
+        self._head = reader.output_layer(load_head(reader, config, embedding))
         self.vocab_size = config.vocab_size
         # The rest of the checkpoint is the target.
         for prefix in [_MIMO_LAYERS] if is_mimo else [f"{prefix}." for prefix in prefixes]:

@@ -20,6 +20,8 @@ from shared.models.int4_config import PACKED, QWEIGHT, parse_int4
 from shared.models.kv_scales import check_kv_scheme
 
 FP8, INT4, MXFP4 = "fp8", "int4", "mxfp4"
+# Of the weights of a draft, those of its output layer alone become FP8.
+FP8_OUTPUT = "fp8 output layer"
 _SIDE = 128
 _DENSE = ("kv_b_proj", "input_proj", "eh_proj")
 _WEIGHTS = ("weight", QWEIGHT, PACKED)
@@ -81,10 +83,25 @@ def quantization_while_loading(name: str, *, checkpoint: str) -> str:
     """Return how weights are quantised while they load: "fp8", or "" for not at all.
 
     Args:
-        name: As configured; "auto": as in the checkpoint.
+        name: As configured; "auto", "none": as in the checkpoint.
         checkpoint: How those of the checkpoint are quantised: then what is not stays as it is.
     """
-    return "" if name == "auto" or checkpoint else name
+    return "" if name in ("auto", "none") or checkpoint else name
+
+
+def draft_quantization_while_loading(name: str, *, checkpoint: str, is_faster: bool) -> str:
+    """Return how a draft's weights are quantised while they load: FP8, FP8_OUTPUT, or "".
+
+    A draft only guesses, so by default it takes what is faster.
+
+    Args:
+        name: As configured.
+        checkpoint: How those of the checkpoint are quantised: then projections stay as they are.
+        is_faster: The device multiplies FP8.
+    """
+    if name == "none" or (name == "auto" and not is_faster):
+        return ""
+    return FP8_OUTPUT if checkpoint else FP8
 
 
 def is_projection(name: str) -> bool:

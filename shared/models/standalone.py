@@ -55,7 +55,12 @@ class StandaloneDraft(OneForward):
         Raises: CheckpointError naming what is missing, left over or mis-shaped.
         """
         model = CausalLM.from_checkpoint(
-            directory, device, dtype, context_len=context_len, quantization=quantization
+            directory,
+            device,
+            dtype,
+            context_len=context_len,
+            quantization=quantization,
+            is_draft=True,
         )
         target = ModelConfig.from_checkpoint(target_dir)
         return cls(model, target_vocab_size=target.vocab_size)

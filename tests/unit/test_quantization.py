@@ -13,11 +13,17 @@ import torch
 
 from orchestrator.pairing import ModelIdentity
 from shared.errors import CheckpointError
-from shared.kernels.quantized import QuantizedWeight
+from shared.kernels.quantized import QuantizedWeight, quantize
 from shared.messages import SamplingParams, TokenTree
 from shared.models.checkpoint import CheckpointReader, weight_bytes
+from shared.models.draft import load_draft
 from shared.models.llama import CausalLM
-from shared.models.quantization import has_fp8_rows, quantization_while_loading
+from shared.models.quantization import (
+    FP8_OUTPUT,
+    draft_quantization_while_loading,
+    has_fp8_rows,
+    quantization_while_loading,
+)
 from tests import checkpoints, families
 from tests.checkpoints import Shape, Tensors, edit_checkpoint
 from tests.deepseek import write_deepseek
@@ -282,6 +288,65 @@ def test_what_an_fp8_checkpoint_has_in_another_dtype_stays_so() -> None:
     assert quantization_while_loading("fp8", checkpoint="") == "fp8"
     assert quantization_while_loading("fp8", checkpoint="fp8") == ""
     assert quantization_while_loading("auto", checkpoint="fp8") == ""
+    assert quantization_while_loading("auto", checkpoint="") == ""
+    assert quantization_while_loading("none", checkpoint="") == ""
+
+
+DRAFTS = [
+    ("auto", "", True, "fp8"),
+    ("auto", "", False, ""),
+    ("auto", "fp8", True, FP8_OUTPUT),
+    ("auto", "int4", False, ""),
+    ("fp8", "", False, "fp8"),
+    ("fp8", "int4", False, FP8_OUTPUT),
+    ("none", "", True, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "checkpoint", "is_faster", "expected"), DRAFTS)
+def test_drafts_take_what_is_faster(
+    name: str, checkpoint: str, expected: str, *, is_faster: bool
+) -> None:
+    found = draft_quantization_while_loading(name, checkpoint=checkpoint, is_faster=is_faster)
+    assert found == expected
+
+
+@pytest.mark.parametrize("quantization", ["fp8", FP8_OUTPUT, ""])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "standalone"])
+def test_output_layers_of_drafts_become_fp8(
+    models: Models, kind: str, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[torch.Tensor] = []
+
+    def note(weight: torch.Tensor, **options: bool) -> QuantizedWeight:
+        made.append(weight)
+        return quantize(weight, **options)
+
+    monkeypatch.setattr("shared.kernels.quantized.quantize", note)
+    pairing = models.pairing(kind)
+    draft = load_draft(
+        kind,
+        pairing.draft,
+        pairing.target,
+        device=CPU,
+        dtype=torch.float32,
+        quantization=quantization,
+    )
+    outputs = [weight for weight in made if len(weight) == draft.vocab_size]
+    assert len(outputs) == bool(quantization)
+    assert (len(made) > 1) == (quantization == "fp8")
+
+
+def test_the_output_layer_of_a_target_stays(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        "shared.kernels.quantized.quantize",
+        lambda weight, **options: sizes.append(len(weight)) or quantize(weight, **options),
+    )
+    model = CausalLM.from_checkpoint(models.llama, CPU, torch.float32, quantization="fp8")
+    assert sizes and model.config.vocab_size not in sizes
 
 
 CASES = [(16, True), *exhaustive([(1, True), (4, True), (64, True), (16, False), (2, False)])]
