@@ -105,6 +105,7 @@ def build_batch(
     *,
     window: int,
     buckets: Sequence[int],
+    few_rows: int = 0,
 ) -> StepBatch:
     """Pack trees, prefill chunks and replays into one forward, and start to bring it over.
 
@@ -112,6 +113,7 @@ def build_batch(
         source: Knows where the device finds trees that are not here.
         buckets: Row counts to pad to; a step with more rows than the last, as any if there are
             none, is as it is.
+        few_rows: See `pack_rows`.
     """
     # The rows of trees come first, and the nodes of the step are these rows. After them come the
     # last tokens of prompts, each of them a tree of one node.
@@ -133,7 +135,9 @@ def build_batch(
     if columns.device_roots:
         host["root_idx"][list(columns.device_roots)] = list(columns.device_roots.values())
     blocks = columns.blocks(num_replays=len(plan.replays))
-    rows = pack_rows(blocks, pool, window=window, staging=staging, num_rows=bucket)
+    rows = pack_rows(
+        blocks, pool, window=window, staging=staging, num_rows=bucket, few_rows=few_rows
+    )
     # The first row of a path, a root or the first token of a chunk, is at the prefix's end.
     before_path = np.array(columns.prefix_len) - 1
     np.add(before_path.repeat(columns.num_rows), rows.path_len, out=host["position_ids"][:count])

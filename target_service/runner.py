@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from shared.kernels.mailbox_trees import TakenTrees
+from shared.kernels.tree_attention import few_rows_of
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES, FeatureSpec
 from shared.models.eagle3 import FeatureProjection
@@ -128,6 +129,16 @@ class TargetRunner:
         return self.model.config.sliding_window
 
     @property
+    def few_rows(self) -> int:
+        """Return how many rows each request of a step has at most that is captured apart; 0: no
+        step is.
+        """
+        config = self.model.config
+        if config.latent is not None:
+            return 0
+        return few_rows_of(config.num_heads, config.num_kv_heads)
+
+    @property
     def buckets(self) -> tuple[int, ...]:
         """Return the row counts that steps are padded to; empty: they are not padded."""
         return self.row_counts if self.pads_rows else ()
@@ -141,6 +152,7 @@ class TargetRunner:
             source,
             window=self.window,
             buckets=self.buckets,
+            few_rows=self.few_rows,
         )
 
     def take_trees(self, batch: StepBatch, source: TreeSource) -> TakenTrees | None:
@@ -177,7 +189,7 @@ class TargetRunner:
             num_rows = len(inputs.token_ids) if inputs.wants_experts else 0
             return self._forward(inputs, self._expert_ids(num_rows) if num_rows else None)
         output: ExtendOutput = self.graphs.run(
-            ("extend", inputs.bucket),
+            ("extend", inputs.bucket, inputs.rows.attention.most_rows),
             lambda: self._forward_padded(inputs),
             (inputs.token_ids, inputs.position_ids, inputs.root_idx, *inputs.rows.tensors),
         )

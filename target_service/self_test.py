@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from shared.kernels.fp8_cache import as_bytes
 from shared.kernels.move_kv import move_paths
 from shared.kernels.probe_cpu import settle_products
 from shared.step.buckets import bucket_of
-from shared.step.packing import RowBlocks, pack_rows, to_device
+from shared.step.packing import RowBlocks, captures_few_rows, pack_rows, to_device
 from shared.tree import TreeLayout, depths_of, lay_out_tree
 from target_service.batch import extend_fields
 from target_service.phases import TOKEN_IS_KNOWN, ExtendInput
@@ -99,7 +100,10 @@ def _compare_ways(runner: TargetRunner) -> SelfTestResult:
     def decoded(test: _SelfTest) -> torch.Tensor:
         for start in range(0, PREFIX_LEN, 13):
             test.chain(tokens, start, min(start + 13, PREFIX_LEN))
-        steps = [test.chain(tokens, p, p + 1) for p in range(PREFIX_LEN, len(tokens))]
+        steps = [
+            test.chain(tokens, p, p + 1, is_among_many=p % 2 == 0)
+            for p in range(PREFIX_LEN, len(tokens))
+        ]
         return torch.cat(steps)
 
     def in_tree(test: _SelfTest) -> torch.Tensor:
@@ -152,10 +156,20 @@ class _SelfTest:
         self._runner = runner
         self._row = row
 
-    def chain(self, tokens: NDArray, start: int, stop: int) -> torch.Tensor:
-        """Extend tokens [start, stop) as a chain; return their logits."""
-        block = self._block(start, stop - start)
-        return self._extend(block, tokens[start:stop], np.arange(start, stop))
+    def chain(
+        self, tokens: NDArray, start: int, stop: int, *, is_among_many: bool = False
+    ) -> torch.Tensor:
+        """Extend tokens [start, stop) as a chain; return their logits.
+
+        Args:
+            is_among_many: As in a step of many requests, each of few rows.
+        """
+        runner, block = self._runner, self._block(start, stop - start)
+        bucket = bucket_of(stop - start, runner.buckets)
+        if is_among_many:
+            has_graph = partial(captures_few_rows, pool=runner.pool, few_rows=runner.few_rows)
+            bucket = next(filter(has_graph, runner.buckets), bucket)
+        return self._extend(block, tokens[start:stop], np.arange(start, stop), bucket)
 
     def tree(self, tokens: NDArray, filler: NDArray) -> torch.Tensor:
         """Extend the bushy tree, move the path's KV to the front; return the path's logits."""
@@ -163,7 +177,8 @@ class _SelfTest:
         node_tokens = filler.copy()
         node_tokens[TREE_PATH] = tokens[PREFIX_LEN:]
         block = self._block(PREFIX_LEN, len(TREE_PARENTS), layout)
-        logits = self._extend(block, node_tokens, PREFIX_LEN + depths_of([layout]))
+        bucket = bucket_of(len(TREE_PARENTS), self._runner.buckets)
+        logits = self._extend(block, node_tokens, PREFIX_LEN + depths_of([layout]), bucket)
         pool = self._runner.pool
         src = pool.slots(self._row, PREFIX_LEN + TREE_PATH)
         dst = pool.slots(self._row, PREFIX_LEN + np.arange(PATH_LEN))
@@ -194,17 +209,29 @@ class _SelfTest:
             req_idx=[self._row], prefix_len=[prefix_len], num_rows=[num_rows], trees=trees
         )
 
-    def _extend(self, block: RowBlocks, tokens: NDArray, positions: NDArray) -> torch.Tensor:
-        """Run a block as a step of the engine would."""
+    def _extend(
+        self, block: RowBlocks, tokens: NDArray, positions: NDArray, bucket: int | None
+    ) -> torch.Tensor:
+        """Run a block as a step of the engine would.
+
+        Args:
+            bucket: What its rows are padded to; None: they are not padded.
+        """
         runner, count = self._runner, len(tokens)
-        bucket = bucket_of(count, runner.buckets)
         staging = runner.extend_staging
         staging.begin()
         host, device = staging.place_zeros(extend_fields, bucket or count)
         host["token_ids"][:count] = tokens
         host["position_ids"][:count] = positions
         host["root_idx"].fill(TOKEN_IS_KNOWN)
-        rows = pack_rows(block, runner.pool, window=runner.window, staging=staging, num_rows=bucket)
+        rows = pack_rows(
+            block,
+            runner.pool,
+            window=runner.window,
+            staging=staging,
+            num_rows=bucket,
+            few_rows=runner.few_rows,
+        )
         inputs = ExtendInput(**device, rows=rows, bucket=bucket, wants_experts=False)
         staging.flush()
         return runner.model.logits(runner.extend(inputs).hidden[:count])

@@ -10,7 +10,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from shared.step.packing import NO_BLOCKS, RowBlocks, pack_rows, padded_blocks
+from shared.step.packing import (
+    NO_BLOCKS,
+    RowBlocks,
+    captures_few_rows,
+    pack_rows,
+    padded_blocks,
+)
 from target_service.batch import extend_fields
 from target_service.phases import TOKEN_IS_KNOWN, ExtendInput
 from target_service.runner import TargetRunner
@@ -34,7 +40,10 @@ def capture_forwards(runner: TargetRunner, progress: Callable[[str, float], None
     # The largest first: the others fit into its memory.
     for done, bucket in enumerate(reversed(counts)):
         progress(f"capturing graphs: {bucket} rows", done / len(counts))
-        runner.project(runner.extend(_padding(runner, bucket)), bucket)
+        extended = runner.extend(_padding(runner, bucket))
+        if captures_few_rows(bucket, runner.pool, runner.few_rows):
+            extended = runner.extend(_padding(runner, bucket, few_rows=runner.few_rows))
+        runner.project(extended, bucket)
     took_s = time.perf_counter() - started
     logger.info("made graphs of %d to %d rows in %.1f s", counts[0], counts[-1], took_s)
 
@@ -112,8 +121,14 @@ def _tokens(runner: TargetRunner, num_rows: int) -> RowBlocks:
     return RowBlocks(req_idx=zeros, prefix_len=zeros, num_rows=lens, writes_kv=[False] * len(lens))
 
 
-def _padding(runner: TargetRunner, bucket: int, blocks: RowBlocks = NO_BLOCKS) -> ExtendInput:
-    """Return rows that belong to no request, those of `blocks` with tokens of all kinds."""
+def _padding(
+    runner: TargetRunner, bucket: int, blocks: RowBlocks = NO_BLOCKS, *, few_rows: int = 0
+) -> ExtendInput:
+    """Return rows that belong to no request, those of `blocks` with tokens of all kinds.
+
+    Args:
+        few_rows: See `pack_rows`.
+    """
     staging = runner.extend_staging
     staging.begin()
     host, device = staging.place_zeros(extend_fields, bucket)
@@ -121,6 +136,13 @@ def _padding(runner: TargetRunner, bucket: int, blocks: RowBlocks = NO_BLOCKS) -
     num_rows = sum(blocks.num_rows)
     vocabulary = np.arange(num_rows) * runner.model.config.vocab_size
     host["token_ids"][:num_rows] = vocabulary // max(num_rows, 1)
-    rows = pack_rows(blocks, runner.pool, window=runner.window, staging=staging, num_rows=bucket)
+    rows = pack_rows(
+        blocks,
+        runner.pool,
+        window=runner.window,
+        staging=staging,
+        num_rows=bucket,
+        few_rows=few_rows,
+    )
     staging.flush()
     return ExtendInput(**device, rows=rows, bucket=bucket, wants_experts=False)

@@ -27,7 +27,7 @@ from shared.kernels.tree_attention_kernels import (
 )
 from shared.kernels.tree_attention_metadata import AttentionParams, TreeAttentionMetadata
 from shared.kernels.tree_attention_schedule import Cut, cut_work, schedule, with_schedule
-from shared.kernels.tree_attention_tiles import TRITON_CHUNK_TILES, TRITON_KV_TILE
+from shared.kernels.tree_attention_tiles import TRITON_CHUNK_TILES, TRITON_KV_TILE, num_chunks
 
 __all__ = [
     "AttentionParams",
@@ -46,6 +46,8 @@ _SPLIT_PROGRAMS = 512
 # Above either of these a step is not split: its rows fill a GPU, or its states its memory.
 _MAX_SPLIT_ROWS = 512
 _MAX_SPLIT_STATES = 18 << 10
+# Rows x heads of a product where requests have few rows.
+_FEW_QUERIES = 16
 
 
 def tree_attention(
@@ -108,12 +110,14 @@ def attend_in_chunks(
     is_sequential = cut.is_sequential
     group = num_heads // num_kv_heads
     dim_block = max(16, triton.next_power_of_2(head_dim))
-    num_states = _SEQUENTIAL_STATES.value if is_sequential else cut.max_chunks
+    num_states = cut.max_chunks
+    if is_sequential:
+        num_states = max(_SEQUENTIAL_STATES.value, num_states if cut.by_length else 0)
     states = (num_rows, num_kv_heads, num_states, group)
     stats = torch.empty((*states, 2), dtype=torch.float32, device=q.device)
     acc = torch.empty((*states, head_dim), dtype=torch.float32, device=q.device)
     # Rows are left to the second kernel, padding included, unless there is nothing else for it.
-    is_done = is_sequential and not metadata.has_trees
+    is_done = cut.is_whole and not metadata.has_trees
     new_out = torch.zeros if is_done else torch.empty
     out = new_out((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
 
@@ -213,6 +217,13 @@ def _cut(
 ) -> Cut:
     """Return how the work is cut, see `attend_in_chunks`."""
     num_rows = metadata.path_len.shape[0]
+    if num_splits is None and metadata.most_rows:
+        few_rows = few_rows_of(num_heads, num_kv_heads)
+        if (
+            metadata.most_rows <= few_rows
+            and choose_own_queries(dot, metadata.req_idx.device) == 16
+        ):
+            return _cut_few(metadata, few_rows, _SPLIT_PROGRAMS // num_kv_heads, chunk_tiles)
 
     def is_small(num_blocks: int, max_chunks: int) -> bool:
         return num_rows <= _MAX_SPLIT_ROWS and num_rows * max_chunks <= _MAX_SPLIT_STATES
@@ -224,6 +235,32 @@ def _cut(
         num_splits=num_splits,
         wanted=_SPLIT_PROGRAMS // num_kv_heads,
         is_small=is_small,
+    )
+
+
+def few_rows_of(num_heads: int, num_kv_heads: int) -> int:
+    """Return how many rows of a request a product of 16 rows x heads holds; 0: not one."""
+    return _FEW_QUERIES // triton.next_power_of_2(num_heads // num_kv_heads)
+
+
+def _cut_few(metadata: TreeAttentionMetadata, rows: int, wanted: int, chunk_tiles: int) -> Cut:
+    """Cut the work of a step whose requests have few rows each: a block for each request.
+
+    Args:
+        rows: That no request has more than.
+        wanted: Programs per KV head.
+    """
+    num_rows, num_reqs = metadata.path_len.shape[0], metadata.req_idx.shape[0]
+    max_chunks = num_chunks(metadata.page_table.shape[1] * metadata.page_size, chunk_tiles)
+    by_length = num_rows * max_chunks <= _MAX_SPLIT_STATES
+    return Cut(
+        rows=rows,
+        num_programs=min(num_rows, num_reqs) + (wanted if by_length else 0),
+        num_splits=wanted if by_length else 1,
+        max_chunks=max_chunks,
+        chunk_tiles=chunk_tiles,
+        is_sequential=True,
+        by_length=by_length,
     )
 
 
@@ -250,7 +287,10 @@ def shared_options(dot: tl.dtype, dim_block: int, queries: int) -> _Options:
     """Return launch options by which states stay in registers and tiles fit into shared memory."""
     if dot == tl.float32:
         return {"num_warps": 8, "num_stages": 1}
-    return {"num_warps": 4 * (queries // 64), "num_stages": 3 if dim_block <= 128 else 2}
+    num_stages = 3 if dim_block <= 128 else 2
+    if queries < 64:  # of few scores, sums are the faster the fewer threads share a row
+        return {"num_warps": 2 if dim_block <= 128 else 4, "num_stages": num_stages}
+    return {"num_warps": 4 * (queries // 64), "num_stages": num_stages}
 
 
 def finish_options(dot: tl.dtype, dim_block: int, queries: int) -> _Options:

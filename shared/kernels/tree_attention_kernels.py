@@ -114,8 +114,9 @@ def _shared_tiles_kernel(
 ):
     """Compute the states of the tiles that rows share. Grid: (Hkv, P).
 
-    A program takes a run of chunks and stores the state of each. SEQUENTIAL, it takes all of them:
-    a chain's rows are done then; a tree's rows keep two states, all chunks but the last, the last.
+    A program takes a run of chunks and stores the state of each. SEQUENTIAL, it may take all of
+    them: a chain's rows are done then; a tree's rows keep two states, all chunks but the last, and
+    the last.
     """
     QUERIES: tl.constexpr = ROWS * GROUP_BLOCK
     kv_head = tl.program_id(0).to(tl.int64)
@@ -130,6 +131,7 @@ def _shared_tiles_kernel(
     row_end = tl.load(blocks_ptr + 7)
     pages_ptr = page_table_ptr + tl.load(blocks_ptr + 8)
     is_chain = tl.load(blocks_ptr + 9) != 0
+    is_whole = (tl.load(blocks_ptr + 10) != 0) & SEQUENTIAL
 
     query = tl.arange(0, QUERIES)  # rows x heads of the group
     row = query // GROUP_BLOCK
@@ -184,11 +186,11 @@ def _shared_tiles_kernel(
                 is_visible = is_visible & (kv_index[None, :] >= kv_start[:, None])
             state = add_tile(state, q, k, v, is_visible, scale, inner_scale, HAS_SOFTCAP)
             kv_index += TILE
-        if not SEQUENTIAL:
+        if not is_whole:
             index = (state_index + chunk) * GROUP + head
             store_state(stats_ptr, acc_ptr, index, is_live, state, HEAD_DIM)
 
-    if SEQUENTIAL:
+    if is_whole:
         if is_chain:
             folded = fold(closed, state)
             if HAS_SINKS:
@@ -236,7 +238,8 @@ def _finish_rows_kernel(
 ):
     """Add, in a tree, the tiles that hold a row's own path, then fold its states. Grid: (T, Hkv).
 
-    Padding rows get 0. SEQUENTIAL, rows of chains have their output already.
+    Padding rows get 0. SEQUENTIAL, rows of chains whose chunks one program took have their output
+    already.
     """
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -247,14 +250,16 @@ def _finish_rows_kernel(
     first_tile = tl.load(rows_ptr + 2)
     own_tile = tl.load(rows_ptr + 3)
     end_tile = tl.load(rows_ptr + 4)
-    is_chain = tl.load(rows_ptr + 5) != 0
+    kind = tl.load(rows_ptr + 5)
+    is_chain = kind % 2 != 0
+    is_whole = (kind >= 2) & SEQUENTIAL
 
     has_shared = own_tile > first_tile
     last_chunk = chunk_of(end_tile - 1, CHUNK_TILES)
     shared_chunk = chunk_of(tl.where(has_shared, own_tile - 1, own_tile), CHUNK_TILES)
     first_chunk = chunk_of(first_tile, CHUNK_TILES)
     row_states = (row * NUM_KV_HEADS + kv_head) * num_states
-    if SEQUENTIAL:  # the first state is that of all chunks before the last shared one
+    if is_whole:  # the first state is that of all chunks before the last shared one
         row_states += 1 - shared_chunk
         first_chunk = tl.where(has_shared, shared_chunk - 1, shared_chunk)
 
@@ -312,7 +317,7 @@ def _finish_rows_kernel(
                 state = empty_state(QUERIES, DIM_BLOCK)
             kv_index += TILE
         tl.debug_barrier()  # other threads read what these stored
-    elif is_chain & SEQUENTIAL:
+    elif is_chain & is_whole:
         return
 
     head = tl.arange(0, GROUP_BLOCK)

@@ -29,6 +29,7 @@ class TreeAttentionMetadata:
         page_size: Slots per page.
         window: 0 = none; a row at KV index i sees j with i - j < window.
         has_trees: False: every request is a chain; a GPU then need not look for others.
+        most_rows: Rows that no request has more than; 0: not known.
         plans: What was derived from all this for one layer, for the next ones; whoever changes a
             tensor above needs a new object.
     """
@@ -43,6 +44,7 @@ class TreeAttentionMetadata:
     page_size: int
     window: int = 0
     has_trees: bool = True
+    most_rows: int = 0
     plans: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 

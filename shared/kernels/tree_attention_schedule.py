@@ -26,6 +26,8 @@ ROW_FIELDS = 8
 _MIN_REQ_BLOCK = 32
 # Lines x requests that a program compares at once.
 _MOST_PAIRS = 1 << 13
+# A block that takes less of all programs is better taken by one, which keeps its states to itself.
+_LEAST_SPLITS = tl.constexpr(3)
 
 
 @triton.jit
@@ -73,11 +75,14 @@ def _schedule_kernel(
     HAS_WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
     LINES: tl.constexpr,
+    BY_LENGTH: tl.constexpr,
 ):
     """Write LINES lines of both tables. Grid: (lines of the longer table / LINES,).
 
     Requests have ceil(rows / ROWS) blocks each, in order; a block has num_splits programs, or one
-    per chunk if it has fewer. Programs for which nothing is left come last.
+    per chunk if it has fewer. BY_LENGTH, num_splits programs are dealt out to blocks by their
+    tiles; one that gets less than _LEAST_SPLITS has one. Programs for which nothing is left come
+    last.
     """
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     lane = tl.arange(0, REQ_BLOCK)
@@ -98,6 +103,11 @@ def _schedule_kernel(
     lane_chunks = chunk_of(end_tile - 1, CHUNK_TILES) + 1 - chunk_of(first_tile, CHUNK_TILES)
     lane_chunks = tl.where(first_tile < end_tile, lane_chunks, 1)
     lane_splits = tl.minimum(lane_chunks, num_splits)
+    if BY_LENGTH:
+        lane_tiles = tl.maximum(end_tile - first_tile, 0)
+        num_tiles = tl.maximum(tl.sum(lane_tiles * lane_blocks, axis=0), 1)
+        share = lane_tiles * num_splits // num_tiles
+        lane_splits = tl.where(share < _LEAST_SPLITS, 1, tl.minimum(lane_chunks, share))
     lane_lines = lane_blocks * lane_splits
 
     # The request is the first whose lines end after this one.
@@ -144,11 +154,14 @@ def _schedule_kernel(
     tl.store(blocks_ptr + 7, row_end, mask=is_line)
     tl.store(blocks_ptr + 8, req_idx * page_table_stride, mask=is_line)
     tl.store(blocks_ptr + 9, is_chain.to(tl.int32), mask=is_line)
+    tl.store(blocks_ptr + 10, (num_splits == 1).to(tl.int32), mask=is_line)
 
     # Rows: tiles [first, own) are shared, [own, end) the row's own.
     is_line = line < num_rows
     is_before = (lane_end[None, :] <= line[:, None]) & in_reqs[None, :]
     request = tl.sum(is_before.to(tl.int32), axis=1)
+    is_own = lane[None, :] == request[:, None]
+    is_whole = tl.sum(tl.where(is_own, lane_splits[None, :], 0), axis=1) == 1
     in_rows = is_line & (request < num_reqs)
     prefix_len = tl.load(prefix_len_ptr + request, mask=in_rows, other=0)
     is_chain = tl.load(is_chain_ptr + request, mask=in_rows, other=0).to(tl.int32) != 0
@@ -165,7 +178,7 @@ def _schedule_kernel(
     tl.store(rows_ptr + 2, first_tile, mask=is_line)
     tl.store(rows_ptr + 3, own_tile, mask=is_line)
     tl.store(rows_ptr + 4, end_tile, mask=is_line)
-    tl.store(rows_ptr + 5, is_chain.to(tl.int32), mask=is_line)
+    tl.store(rows_ptr + 5, is_chain.to(tl.int32) + 2 * is_whole.to(tl.int32), mask=is_line)
     tl.store(rows_ptr + 6, prefix_len, mask=is_line)
     tl.store(rows_ptr + 7, req_idx * page_table_stride, mask=is_line)
 
@@ -214,7 +227,8 @@ class Cut:
         num_splits: Programs per block of rows; 0: as many as there are.
         max_chunks: Chunks of the longest context.
         chunk_tiles: Tiles of the shortest chunks.
-        is_sequential: A program takes all chunks of its rows.
+        is_sequential: A program takes all chunks of its rows; by length it may.
+        by_length: `num_splits` are dealt out to all blocks, by their tiles.
     """
 
     rows: int
@@ -223,6 +237,12 @@ class Cut:
     max_chunks: int
     chunk_tiles: int
     is_sequential: bool
+    by_length: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether every program takes all chunks of its rows."""
+        return self.is_sequential and not self.by_length
 
 
 def cut_work(
@@ -313,6 +333,7 @@ def schedule(metadata: TreeAttentionMetadata, cut: Cut) -> Schedule:
         HAS_WINDOW=metadata.window > 0,
         ROWS=cut.rows,
         LINES=lines,
+        BY_LENGTH=cut.by_length,
         num_warps=4,
         **LAUNCH_OPTIONS,
     )

@@ -23,6 +23,8 @@ from shared.models.attention import ForwardInput
 from shared.step.staging import Fields, Staging
 from shared.tree import TreeLayout, paths_of
 
+_LEAST_FEW_ROWS = 32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlocks:
@@ -107,6 +109,7 @@ def pack_rows(
     staging: Staging,
     window: int = 0,
     num_rows: int | None = None,
+    few_rows: int = 0,
 ) -> PackedRows:
     """Lay the blocks of one forward out.
 
@@ -115,6 +118,8 @@ def pack_rows(
         window: Sliding window of the model, tokens; 0 = none.
         num_rows: Rows to pad to (see buckets.py), so that all shapes depend on this number alone;
             None: no padding.
+        few_rows: Padded steps of which no request has more rows are captured apart, see
+            `captures_few_rows`; 0: none is.
     """
     num_trees, count = len(blocks.trees), len(blocks.req_idx)
     row_indptr = [0, *accumulate(blocks.num_rows)]
@@ -128,6 +133,9 @@ def pack_rows(
     has_trees = not all(are_chains)
     # A captured step must serve trees, whatever it was captured with.
     is_captured = num_rows is not None
+    most_rows = 0
+    if captures_few_rows(total, pool, few_rows) and max(blocks.num_rows, default=0) <= few_rows:
+        most_rows = few_rows
     width = MAX_TREE_NODES if has_trees or is_captured else 1
     host, device = staging.place_zeros(_fields, total, num_reqs, width)
     host["slot_mapping"][:used] = np.frombuffer(_slots_of(blocks, pool), np.int32)
@@ -152,6 +160,7 @@ def pack_rows(
         page_size=pool.page_size,
         window=window,
         has_trees=has_trees or is_captured,
+        most_rows=most_rows,
     )
     return PackedRows(
         slot_mapping=device["slot_mapping"],
@@ -159,6 +168,14 @@ def pack_rows(
         row_indptr=row_indptr,
         path_len=host["path_len"][:used],
     )
+
+
+def captures_few_rows(num_rows: int, pool: KVPool, few_rows: int) -> bool:
+    """Return whether steps padded to so many rows are captured apart if no request has many.
+
+    Attention of small steps would gain nothing, and larger ones there are none.
+    """
+    return _LEAST_FEW_ROWS <= num_rows <= few_rows * pool.max_num_requests
 
 
 def _slots_of(blocks: RowBlocks, pool: KVPool) -> array[int]:

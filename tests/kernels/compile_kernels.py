@@ -189,18 +189,20 @@ def kernels(dtype: str):
     yield from mailbox_kernels(values)
     yield move_kv._move_paths_kernel, ["*i64", "*i32", "*i32", values, "i32"], {**row, "STEPS": 64}
     if dtype == "bf16":  # what has no dtype is compiled once
-        yield (
-            tree_attention_schedule._schedule_kernel,
-            [*["*i32"] * 6, "*i1", *["i32"] * 6],
-            {
-                "TILE": tree_attention_tiles.TRITON_KV_TILE,
-                "CHUNK_TILES": tree_attention_tiles.TRITON_CHUNK_TILES,
-                "REQ_BLOCK": 64,
-                "HAS_WINDOW": True,
-                "ROWS": 16,
-                "LINES": 128,
-            },
-        )
+        for by_length in (False, True):
+            yield (
+                tree_attention_schedule._schedule_kernel,
+                [*["*i32"] * 6, "*i1", *["i32"] * 6],
+                {
+                    "TILE": tree_attention_tiles.TRITON_KV_TILE,
+                    "CHUNK_TILES": tree_attention_tiles.TRITON_CHUNK_TILES,
+                    "REQ_BLOCK": 64,
+                    "HAS_WINDOW": True,
+                    "ROWS": 4 if by_length else 16,
+                    "LINES": 128,
+                    "BY_LENGTH": by_length,
+                },
+            )
         yield (
             tree_attention_schedule._own_slots_kernel,
             [*["*i32"] * 4, "i32"],
@@ -445,12 +447,14 @@ def attention_kernels(dtype: str):
         scales = ["fp32"] * 3
         if caches == dtype:
             scales, shape["v_scale"] = ["fp32"] * 2, None
-        yield (
-            tree_attention_kernels._shared_tiles_kernel,
-            [*values, *["*i32"] * 3, *["i32"] * 2, *scales],
-            {**shape, "PAGE_SIZE": 16, "HAS_WINDOW": False, "ROWS": queries // 8},
-            tree_attention.shared_options(dot, dim_block, queries),
-        )
+        # Requests of few rows are always taken so that they may be in sequence.
+        for num_queries in {queries, 16} if is_sequential else {queries}:
+            yield (
+                tree_attention_kernels._shared_tiles_kernel,
+                [*values, *["*i32"] * 3, *["i32"] * 2, *scales],
+                {**shape, "PAGE_SIZE": 16, "HAS_WINDOW": False, "ROWS": num_queries // 8},
+                tree_attention.shared_options(dot, dim_block, num_queries),
+            )
         yield (
             tree_attention_kernels._finish_rows_kernel,
             [*values, *["*i32"] * 2, *["i32"] * 2, *scales],

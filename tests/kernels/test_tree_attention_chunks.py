@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from shared.kernels.dispatch import LAUNCH_OPTIONS
-from shared.kernels.tree_attention import AttentionParams, attend_in_chunks
+from shared.kernels.tree_attention import AttentionParams, attend_in_chunks, few_rows_of
 from shared.kernels.tree_attention_tiles import (
     TRITON_CHUNK_TILES,
     TRITON_KV_TILE,
@@ -203,3 +203,37 @@ def test_a_step_of_many_rows_has_the_bits_of_a_split_one(device):
         out = attend(step, 0, TRITON_CHUNK_TILES)
         assert torch.equal(out, expected)
     assert torch.equal(expected[-3:], torch.zeros_like(expected[-3:]))
+
+
+@pytest.mark.kernel_only
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("dtype", DTYPES)
+@BY_HEADS
+def test_steps_of_few_rows_per_request_have_the_bits_of_any(
+    device, heads, dtype, window, monkeypatch
+):
+    """Programs are dealt out by length: a long context gets many, the others one each."""
+    few_rows = few_rows_of(heads["num_heads"], heads["num_kv_heads"])
+    chains = [(1100, few_rows), (3, 1), (60, few_rows), (0, 1), (64, 1), (130, few_rows)]
+    trees = [(1020, few_rows), (62, few_rows), (5, 1)]
+    blocks = [random_block(prefix, deep_tree(4)[:rows], **heads) for prefix, rows in trees]
+    blocks += [random_block(prefix, rows, **heads) for prefix, rows in chains]
+    batch = pack(blocks, page_size=4, device=device, dtype=dtype, window=window, num_padding_rows=3)
+
+    def of_few_rows() -> tuple[torch.Tensor, set[bool]]:
+        """Return the outputs, and whether programs took all chunks of their rows."""
+        metadata = dataclasses.replace(batch.metadata, most_rows=few_rows)
+        out = attend(dataclasses.replace(batch, metadata=metadata), None)
+        ((cut, tables),) = metadata.plans.items()
+        assert cut.rows == few_rows and cut.is_sequential
+        return out, {bool(line[10]) for line in tables.blocks.tolist() if line[1] > line[0]}
+
+    expected = attend(batch, 3)
+    assert torch.equal(attend(batch, 0), expected)
+    out, are_whole = of_few_rows()
+    assert torch.equal(out, expected)
+    assert window or are_whole == {True, False}
+    monkeypatch.setattr("shared.kernels.tree_attention._MAX_SPLIT_STATES", 0)
+    out, are_whole = of_few_rows()
+    assert torch.equal(out, expected)
+    assert are_whole == {True}

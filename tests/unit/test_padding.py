@@ -11,7 +11,7 @@ import torch
 
 from shared.messages import SamplingParams
 from shared.step.buckets import BATCH_BUCKETS, ROW_BUCKETS, bucket_of, buckets_up_to
-from shared.step.packing import pack_rows
+from shared.step.packing import RowBlocks, pack_rows
 from target_service.engine import TargetEngine
 from target_service.phases import TOKEN_IS_KNOWN, ExtendInput, ExtendOutput
 from target_service.start_up import capture_forwards
@@ -131,6 +131,35 @@ def test_padding_changes_no_bit_and_touches_the_sink_only(trees: Trees) -> None:
         assert torch.equal(padded.hidden[:count], hidden), sizes
         assert torch.equal(padded.features[:count], features), sizes
         assert torch.equal(trees.kv(), kv), sizes
+
+
+FEW = [
+    # Rows of the requests, padded to, whether requests have few rows.
+    ([1, 4, 2], 32, True),
+    ([1, 5], 32, False),
+    ([1, 1], 16, False),  # too small a step
+    ([4] * 20, 128, False),  # more rows than all requests can have, at 4 each
+    ([4] * 16, 64, True),
+    ([1], None, False),
+]
+
+
+@pytest.mark.parametrize(("num_rows", "bucket", "are_few"), FEW)
+def test_steps_whose_requests_have_few_rows_are_known(
+    models: Models, num_rows: list[int], bucket: int | None, *, are_few: bool
+) -> None:
+    target = make_target(models.pairing("eagle3"), max_num_requests=20, num_pages=200)
+    pool = target.runner.pool
+    blocks = RowBlocks(
+        req_idx=[0] * len(num_rows),
+        prefix_len=[0] * len(num_rows),
+        num_rows=num_rows,
+        writes_kv=[False] * len(num_rows),
+    )
+    staging = target.runner.extend_staging
+    staging.begin()
+    rows = pack_rows(blocks, pool, staging=staging, num_rows=bucket, few_rows=4)
+    assert rows.attention.most_rows == (4 if are_few else 0)
 
 
 def test_a_step_of_nothing_but_padding_touches_the_sink_only(trees: Trees) -> None:
