@@ -26,8 +26,8 @@ ROW_FIELDS = 8
 _MIN_REQ_BLOCK = 32
 # Lines x requests that a program compares at once.
 _MOST_PAIRS = 1 << 13
-# A block that takes less of all programs is better taken by one, which keeps its states to itself.
-_LEAST_SPLITS = tl.constexpr(3)
+# Half programs. A block worth less is better taken by one, which keeps its states to itself.
+_LEAST_HALVES = tl.constexpr(5)
 
 
 @triton.jit
@@ -81,8 +81,7 @@ def _schedule_kernel(
 
     Requests have ceil(rows / ROWS) blocks each, in order; a block has num_splits programs, or one
     per chunk if it has fewer. BY_LENGTH, num_splits programs are dealt out to blocks by their
-    tiles; one that gets less than _LEAST_SPLITS has one. Programs for which nothing is left come
-    last.
+    tiles; a block that is worth few has one. Programs for which nothing is left come last.
     """
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     lane = tl.arange(0, REQ_BLOCK)
@@ -107,7 +106,8 @@ def _schedule_kernel(
         lane_tiles = tl.maximum(end_tile - first_tile, 0)
         num_tiles = tl.maximum(tl.sum(lane_tiles * lane_blocks, axis=0), 1)
         share = lane_tiles * num_splits // num_tiles
-        lane_splits = tl.where(share < _LEAST_SPLITS, 1, tl.minimum(lane_chunks, share))
+        is_little = lane_tiles * (2 * num_splits) < num_tiles * _LEAST_HALVES
+        lane_splits = tl.where(is_little, 1, tl.minimum(lane_chunks, share))
     lane_lines = lane_blocks * lane_splits
 
     # The request is the first whose lines end after this one.
