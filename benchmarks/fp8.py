@@ -332,8 +332,8 @@ def _is_right(
 
 def _dequantized(x: torch.Tensor) -> torch.Tensor:
     """Return what rows are in FP8. [T, K] f32."""
-    values, scales = quantize_rows(x)
-    return values.view(torch.float8_e4m3fn).float() * scales[:, None]
+    fp8 = quantize_rows(x)
+    return fp8.values.view(torch.float8_e4m3fn).float() * fp8.scales[:, None]
 
 
 def _steps(args: argparse.Namespace, device: torch.device, bandwidth: float) -> Iterator[Line]:
