@@ -31,6 +31,8 @@ _LEAST = tl.constexpr(2.0**-100)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 # Values of 16 bits that a thread loads at once.
 _THREAD_VALUES = tl.constexpr(8)
+# So few rows leave a GPU idle: a program each, as quick as can be; more are to keep it busy.
+_FEW_ROWS = 128
 # The first GPUs that convert to e4m3 and multiply it, by compute capability.
 _KNOWS_FP8 = (8, 9)
 
@@ -234,7 +236,7 @@ def quantize_rows(x: torch.Tensor) -> Fp8Rows:
             x.stride(0),
             width_k,
             BLOCK=block,
-            num_warps=min(32, max(4, block // 256)),
+            num_warps=min(32, max(4, block // (256 if num_rows <= _FEW_ROWS else 1024))),
             **dependent_launch(x),
         )
     return out
