@@ -47,7 +47,9 @@ def dot_dtype(tensor: torch.Tensor) -> tl.dtype:
 
 @cache
 def multiplies_fp8(device: torch.device) -> bool:
-    """Return whether a device converts to FP8 (e4m3) and multiplies it: GPUs from Ada and Hopper on."""
+    """Return whether a device knows FP8 (e4m3): converts to it and multiplies it, as GPUs do from
+    Ada and Hopper on.
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
