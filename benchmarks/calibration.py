@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.rows import build_rows, new_pool
+from shared.kernels.fp8_rows import rows_of
 from shared.kv.layout import KVLayout
 from shared.models.attention import ForwardInput
 from shared.models.config import feature_spec
@@ -73,7 +74,8 @@ def _final_hidden_rows(target_dir: Path, head_dir: Path, num_prompts: int) -> Hi
         hidden = head.forward(rows, head.project_features(output.captured[:-1]))
         target_rows.append(output.hidden)
         draft_rows.append(hidden)
-    return HiddenRows(target=torch.cat(target_rows), draft=head.normed(torch.cat(draft_rows)))
+    normed = rows_of(head.normed(torch.cat(draft_rows)))
+    return HiddenRows(target=torch.cat(target_rows), draft=normed)
 
 
 def _chain(layout: KVLayout, token_ids: list[int]) -> ForwardInput:

@@ -32,7 +32,7 @@ from benchmarks.rows import build_rows, fill_noise, new_pool
 from benchmarks.timing import add_output_flag, copy_bandwidth, integers, progress, report, time_ms
 from shared.device import resolve_device
 from shared.kernels import linear as linear_module
-from shared.kernels.fp8_rows import becomes_fp8, quantize_rows
+from shared.kernels.fp8_rows import quantize_rows, wants_fp8_rows
 from shared.kernels.int4 import MIDDLE, Int4Weight, pack_int4
 from shared.kernels.linear import linear_addends, multiply, sum_addends
 from shared.kernels.linear_swiglu import linear_swiglu, multiply_swiglu
@@ -316,7 +316,7 @@ def _is_right(
 
     y = result(x)
     dense = weight.float() if isinstance(weight, torch.Tensor) else weight.dequantized()
-    has_fp8_rows = becomes_fp8(x, weight)
+    has_fp8_rows = wants_fp8_rows(weight)
     want = (_dequantized(x) if has_fp8_rows else x.float()) @ dense.T
     if is_gated:
         gate, up = want.chunk(2, dim=1)
@@ -332,8 +332,8 @@ def _is_right(
 
 def _dequantized(x: torch.Tensor) -> torch.Tensor:
     """Return what rows are in FP8. [T, K] f32."""
-    values, scales = quantize_rows(x)
-    return values.view(torch.float8_e4m3fn).float() * scales[:, None]
+    fp8 = quantize_rows(x)
+    return fp8.values.view(torch.float8_e4m3fn).float() * fp8.scales[:, None]
 
 
 def _steps(args: argparse.Namespace, device: torch.device, bandwidth: float) -> Iterator[Line]:

@@ -36,7 +36,7 @@ from shared.kernels.expert_tiles import (
     expert_operands,
     up_tiles,
 )
-from shared.kernels.fp8_rows import RowOperand, row_operand
+from shared.kernels.fp8_rows import ProductRows, RowOperand, row_operand, rows_of
 from shared.kernels.mxfp4 import MXFP4_BLOCK, NUM_PARTS, from_mxfp4
 from shared.kernels.quantized import (
     SCALE_BLOCK,
@@ -329,7 +329,7 @@ def _expert_down_kernel(
 
 
 def apply_experts(
-    x: torch.Tensor,
+    x: ProductRows,
     gate_up: ExpertWeights,
     down: ExpertWeights,
     chosen: ChosenExperts,
@@ -342,7 +342,7 @@ def apply_experts(
     values are float32, rounded once to the dtype of x before the second one.
 
     Args:
-        x: [T, K].
+        x: [T, K], maybe with their FP8, which only a weight that wants it reads.
         gate_up: [E, 2 F, K], the rows of gate above those of up; dtype of x, MXFP4 or FP8.
         down: [E, N, F].
         chosen: Experts of each row.
@@ -350,27 +350,27 @@ def apply_experts(
         form: What else they compute.
     Mutates: `out`, all of it.
     """
-    if isinstance(gate_up, Sequence) or isinstance(down, Sequence) or not use_triton(x):
-        apply_experts_cpu(x, gate_up, down, chosen, out, form)
+    rows = rows_of(x)
+    if isinstance(gate_up, Sequence) or isinstance(down, Sequence) or not use_triton(rows):
+        apply_experts_cpu(rows, gate_up, down, chosen, out, form)
         return
     num_experts, width_n, width_f = down.shape
     num_rows, count = chosen.ids.shape
     assert out.is_contiguous() and out.shape == (count, num_rows, width_n)
-    assert gate_up.dtype == down.dtype == x.dtype and x.shape[1] == gate_up.shape[2]
+    assert gate_up.dtype == down.dtype == rows.dtype and rows.shape[1] == gate_up.shape[2]
     if num_rows == 0:
         return
-    x = aligned(x)
     grid = choose_grid(chosen.ids.numel(), num_experts)
     order = (chosen.ids, chosen.ids)
     if not grid.is_direct:
         order = order_pairs(chosen.ids, num_experts)
-    inner = torch.empty((num_rows * count, width_f), dtype=x.dtype, device=x.device)
+    inner = torch.empty((num_rows * count, width_f), dtype=rows.dtype, device=rows.device)
     _launch_swiglu(x, gate_up, chosen.ids, order, grid, form, inner)
     _launch_down(inner, down, chosen, order, grid, form.down_bias, out)
 
 
 def _launch_swiglu(
-    x: torch.Tensor,
+    x: ProductRows,
     weight: KernelWeights,
     ids: torch.Tensor,
     order: tuple[torch.Tensor, torch.Tensor],
@@ -381,19 +381,19 @@ def _launch_swiglu(
     """Launch gate and up. Mutates: `out`, all of it."""
     num_experts, width_f, width_k = weight.shape[0], weight.shape[1] // 2, weight.shape[2]
     rows = row_operand(x, weight)
-    tiles = up_tiles(x, weight, grid)
+    tiles = up_tiles(rows_of(x), weight, grid)
     read = expert_operands(weight, tiles, multiplies_e4m3=rows.multiplies_e4m3)
     tiles = read.tiles
     num_lanes = grid.num_lanes(tiles)
     count_launch("expert_swiglu")
     _expert_swiglu_kernel[(num_lanes, triton.cdiv(width_f, tiles.block_n), grid.num_items)](
-        rows.values,
+        aligned(rows.values),
         read.weight,
         read.scales,
         rows.scales,
         ids,
         *order,
-        x if form.gate_up_bias is None else form.gate_up_bias,
+        out if form.gate_up_bias is None else form.gate_up_bias,
         out,
         width_f,
         width_k,

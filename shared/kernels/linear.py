@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from shared.kernels.balanced_tiles import Deal, handover
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, use_triton
-from shared.kernels.fp8_rows import becomes_fp8, row_operand
+from shared.kernels.fp8_rows import ProductRows, becomes_fp8, row_operand, rows_of
 from shared.kernels.int4 import SPLIT_MULTIPLE, Int4Weight
 from shared.kernels.linear_balanced import _balanced_linear_kernel
 from shared.kernels.linear_tiles import (
@@ -166,7 +166,7 @@ def sum_addends_block(addends_ptr, offset, split_stride, mask, NUM_SPLITS: tl.co
 
 
 def linear(
-    x: torch.Tensor,
+    x: ProductRows,
     weight: Weight,
     bias: torch.Tensor | None = None,
     *,
@@ -175,19 +175,20 @@ def linear(
     """Multiply rows by a weight; a row's bits do not depend on the other rows or their number.
 
     Args:
-        x: [T, K].
+        x: [T, K], maybe with their FP8, which only a weight that wants it reads.
         weight: [N, K], dtype of x; in FP8; or packed, if a CPU computes with it often.
         bias: [N] or None.
         out_dtype: dtype of the result; None: that of x.
     Returns: [T, N], accumulated in float32.
     """
-    if isinstance(weight, CpuWeight) or not use_triton(x):
-        return linear_cpu(x, weight, bias, out_dtype=out_dtype)
-    num_rows, width_n = x.shape[0], weight.shape[0]
-    dtype = out_dtype or x.dtype
+    rows = rows_of(x)
+    if isinstance(weight, CpuWeight) or not use_triton(rows):
+        return linear_cpu(rows, weight, bias, out_dtype=out_dtype)
+    num_rows, width_n = rows.shape[0], weight.shape[0]
+    dtype = out_dtype or rows.dtype
     if num_splits(*weight.shape) > 1 and num_rows <= MAX_SPLIT_ROWS:
         return sum_addends(linear_addends(x, weight), bias, dtype)
-    out = torch.empty((num_rows, width_n), dtype=dtype, device=x.device)
+    out = torch.empty((num_rows, width_n), dtype=dtype, device=rows.device)
     if num_rows:
         _multiply(x, weight, bias, out, is_split=False)
     return out
@@ -203,27 +204,27 @@ def num_addends(num_rows: int, weight: Weight) -> int:
 
 
 def linear_addends(
-    x: torch.Tensor, weight: Weight, *, out: torch.Tensor | None = None
+    x: ProductRows, weight: Weight, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the addends of x W^T, for a kernel that adds them up on its way.
 
     Added in order they give, bit for bit, what `linear` rounds when there is no bias.
 
     Args:
-        x: [T, K].
-        weight: [N, K], see `linear`.
+        x, weight: See `linear`.
         out: [S, T, N] f32, dense, to hold them; None: new memory.
     Returns: [S, T, N] f32; S depends on T and the weight's shape, see `num_addends`.
     Mutates: `out`, all of it.
     """
-    if isinstance(weight, CpuWeight) or not use_triton(x):
-        product = linear_cpu(x, weight, out_dtype=torch.float32).unsqueeze(0)
+    rows = rows_of(x)
+    if isinstance(weight, CpuWeight) or not use_triton(rows):
+        product = linear_cpu(rows, weight, out_dtype=torch.float32).unsqueeze(0)
         return product if out is None else out.copy_(product)
-    shape = (num_addends(len(x), weight), x.shape[0], weight.shape[0])
+    shape = (num_addends(len(rows), weight), len(rows), weight.shape[0])
     if out is None:
-        out = torch.empty(shape, dtype=torch.float32, device=x.device)
+        out = torch.empty(shape, dtype=torch.float32, device=rows.device)
     assert out.shape == shape and out.is_contiguous()
-    if len(x):
+    if len(rows):
         _multiply(x, weight, None, out, is_split=len(out) > 1)
     return out
 
@@ -269,7 +270,7 @@ def sum_addends(
 
 
 def _multiply(
-    x: torch.Tensor,
+    x: ProductRows,
     weight: GpuWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
@@ -277,17 +278,18 @@ def _multiply(
     is_split: bool,
 ) -> None:
     """Launch the product. Mutates: `out`, all of it."""
-    assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
+    rows = rows_of(x)
+    assert rows.dtype == weight.dtype and rows.shape[1] == weight.shape[1]
     tiles, deal = INTERPRETED_TILES, None
-    if x.is_cuda:
-        num_rows, size, shape = x.shape[0], x.element_size(), (weight.shape[0], weight.shape[1])
+    if rows.is_cuda:
+        num_rows, size, shape = len(rows), rows.element_size(), (weight.shape[0], weight.shape[1])
         deal = choose_deal(num_rows, *shape) if size == 2 else None
         if isinstance(weight, Int4Weight):
             tiles, deal = choose_int4_tiles(num_rows, size, weight.block_k), None
         elif isinstance(weight, QuantizedWeight):
             by_block = weight.scaling == "block"
             tiles = choose_fp8_tiles(num_rows, size, shape, by_block=by_block)
-            if becomes_fp8(x, weight):
+            if becomes_fp8(rows, weight):
                 tiles, deal = choose_fp8_row_tiles(num_rows), None
             tiles = SQUARE_FP8_TILES if deal else tiles
         else:
@@ -296,7 +298,7 @@ def _multiply(
 
 
 def multiply(
-    x: torch.Tensor,
+    x: ProductRows,
     weight: GpuWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
@@ -313,7 +315,7 @@ def multiply(
         deal: None: a program per tile and, if the product is split, split.
     Mutates: `out`, all of it.
     """
-    num_rows, (width_n, width_k) = x.shape[0], weight.shape
+    num_rows, (width_n, width_k) = len(rows_of(x)), weight.shape
     splits = num_splits(width_n, width_k)
     split_k = split_width(width_k, splits)
     copied_k = tiles.block_k
@@ -338,7 +340,7 @@ def multiply(
         "BLOCK_K": tiles.block_k,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
-        **dependent_launch(x),
+        **dependent_launch(rows.values),
     }
     if deal is None:
         tile_grid = num_tiles(tiles, num_rows, width_n)
@@ -358,7 +360,7 @@ def multiply(
         )
         return
     assert not is_split and split_k * splits == width_k and split_k % tiles.block_k == 0
-    places = handover(x.device, deal, tiles.block_n * tiles.block_t)
+    places = handover(rows.values.device, deal, tiles.block_n * tiles.block_t)
     _balanced_linear_kernel[(deal.num_groups * deal.num_members,)](
         *blocks,
         scales,

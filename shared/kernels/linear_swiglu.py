@@ -27,7 +27,7 @@ from shared.kernels.balanced_tiles import (
 )
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, use_triton
-from shared.kernels.fp8_rows import becomes_fp8, row_operand
+from shared.kernels.fp8_rows import ProductRows, becomes_fp8, row_operand, rows_of
 from shared.kernels.int4 import Int4Weight, add_groups, load_parts, load_scales
 from shared.kernels.linear import blocks_of, linear_addends, sum_addends_block
 from shared.kernels.linear_tiles import INTERPRETED_TILES, Tiles, num_splits, num_tiles
@@ -289,7 +289,6 @@ def _balanced_swiglu_kernel(
     x_desc,
     weight_desc,
     scales_ptr,
-    row_scales_ptr,
     bias_ptr,
     out_ptr,
     handover_ptr,  # [P, 4 + 2 * BLOCK_N * BLOCK_T] f32 mutated, see `handover`
@@ -301,7 +300,6 @@ def _balanced_swiglu_kernel(
     DOT_DTYPE: tl.constexpr,
     SCALING: tl.constexpr,
     GROUP: tl.constexpr,
-    HAS_FP8_ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -309,7 +307,7 @@ def _balanced_swiglu_kernel(
     BLOCK_K: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Compute a member's share of all tiles, the last one first."""
+    """Compute a member's share of all tiles, the last one first; of rows that are not in FP8."""
     program = tl.program_id(0)
     first_t = (program % NUM_GROUPS) * BLOCK_T
     num_k = tl.cdiv(width_k, BLOCK_K)
@@ -348,9 +346,9 @@ def _balanced_swiglu_kernel(
             DOT_DTYPE,
             SCALING,
             GROUP,
-            HAS_FP8_ROWS,
-            BLOCK_N,
-            BLOCK_K,
+            HAS_FP8_ROWS=False,
+            BLOCK_N=BLOCK_N,
+            BLOCK_K=BLOCK_K,
         )
         if end_k < num_k:
             word_ptr, values_ptr = place_of(handover_ptr, program, NUM_VALUES)
@@ -361,7 +359,7 @@ def _balanced_swiglu_kernel(
             _store_swiglu(
                 out_ptr,
                 scales_ptr,
-                row_scales_ptr,
+                scales_ptr,
                 bias_ptr,
                 gate,
                 up,
@@ -370,11 +368,11 @@ def _balanced_swiglu_kernel(
                 num_rows,
                 width_f,
                 SCALING,
-                HAS_FP8_ROWS,
-                HAS_BIAS,
-                ACTIVATION,
-                BLOCK_N,
-                BLOCK_T,
+                HAS_FP8_ROWS=False,
+                HAS_BIAS=HAS_BIAS,
+                ACTIVATION=ACTIVATION,
+                BLOCK_N=BLOCK_N,
+                BLOCK_T=BLOCK_T,
             )
 
 
@@ -415,7 +413,7 @@ def _is_narrow(weight: GpuWeight) -> bool:
 
 
 def _swiglu_of_addends(
-    x: torch.Tensor,
+    x: ProductRows,
     weight: GpuWeight,
     bias: torch.Tensor | None,
     activation: Activation,
@@ -436,12 +434,12 @@ def _swiglu_of_addends(
         NUM_SPLITS=len(addends),
         BLOCK=block,
         num_warps=4,
-        **dependent_launch(x),
+        **dependent_launch(addends),
     )
 
 
 def linear_swiglu(
-    x: torch.Tensor,
+    x: ProductRows,
     weight: Weight,
     bias: torch.Tensor | None = None,
     activation: Activation = "silu",
@@ -449,41 +447,43 @@ def linear_swiglu(
     """Return f(gate) * up of two products; a row's bits do not depend on the other rows.
 
     Args:
-        x: [T, K].
+        x: [T, K], see `linear`.
         weight: [2 F, K], the rows of gate above those of up; dtype of x; see `linear`.
         bias: [2 F] or None.
         activation: f, see `swiglu`.
     Returns: [T, F] in the dtype of x; gate and up are rounded to it before they are combined.
     """
-    if isinstance(weight, CpuWeight) or not use_triton(x):
-        return linear_swiglu_cpu(x, weight, bias, activation)
-    assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
-    num_rows, width_f = x.shape[0], weight.shape[0] // 2
-    out = torch.empty((num_rows, width_f), dtype=x.dtype, device=x.device)
+    rows = rows_of(x)
+    if isinstance(weight, CpuWeight) or not use_triton(rows):
+        return linear_swiglu_cpu(rows, weight, bias, activation)
+    assert rows.dtype == weight.dtype and rows.shape[1] == weight.shape[1]
+    num_rows, width_f = len(rows), weight.shape[0] // 2
+    out = torch.empty((num_rows, width_f), dtype=rows.dtype, device=rows.device)
     if num_rows == 0:
         return out
     if _is_narrow(weight):
         _swiglu_of_addends(x, weight, bias, activation, out)
         return out
     tiles, deal = INTERPRETED_TILES, None
-    if x.is_cuda and isinstance(weight, Int4Weight):
-        tiles = choose_int4_tiles(num_rows, x.element_size(), weight.block_k)
-    elif x.is_cuda and isinstance(weight, QuantizedWeight):
+    size = rows.element_size()
+    if rows.is_cuda and isinstance(weight, Int4Weight):
+        tiles = choose_int4_tiles(num_rows, size, weight.block_k)
+    elif rows.is_cuda and isinstance(weight, QuantizedWeight):
         # Never dealt out: in that kernel ptxas lets each product wait for the one before it.
-        tiles = choose_fp8_tiles(num_rows, x.element_size())
-        if becomes_fp8(x, weight):
+        tiles = choose_fp8_tiles(num_rows, size)
+        if becomes_fp8(rows, weight):
             tiles = choose_fp8_row_tiles(num_rows)
-    elif x.is_cuda:
-        tiles = choose_tiles(num_rows, x.element_size())
-        if x.element_size() == 2 and num_rows > _MIN_BALANCED_ROWS:
+    elif rows.is_cuda:
+        tiles = choose_tiles(num_rows, size)
+        if size == 2 and num_rows > _MIN_BALANCED_ROWS:
             counts = num_tiles(tiles, num_rows, width_f)
-            deal = _choose_deal(counts, num_multiprocessors(x.device))
+            deal = _choose_deal(counts, num_multiprocessors(rows.device))
     multiply_swiglu(x, weight, bias, out, tiles, deal, activation)
     return out
 
 
 def multiply_swiglu(
-    x: torch.Tensor,
+    x: ProductRows,
     weight: GpuWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
@@ -499,25 +499,21 @@ def multiply_swiglu(
         deal: None: a program per tile.
     Mutates: `out`, all of it.
     """
-    num_rows, width_f, width_k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
+    num_rows, width_f, width_k = len(rows_of(x)), weight.shape[0] // 2, weight.shape[1]
     count_launch("linear_swiglu")
     copied_k = tiles.block_k
     if isinstance(weight, Int4Weight):
         tiles, copied_k = tiles._replace(block_k=weight.block_k), weight.group_size
     rows = row_operand(x, weight)
     values, scales, constants = operands(weight, multiplies_e4m3=rows.multiplies_e4m3)
-    tensors = (
+    blocks = (
         blocks_of(rows.values, tiles.block_t, copied_k),
         blocks_of(values, tiles.block_n, copied_k),
-        scales,
-        rows.scales,
-        values if bias is None else bias.contiguous(),
-        out,
     )
+    ends = (values if bias is None else bias.contiguous(), out)
     sizes = (num_rows, width_f, width_k)
     options = {
         "DOT_DTYPE": rows.dot,
-        "HAS_FP8_ROWS": rows.has_scales,
         **constants,
         "HAS_BIAS": bias is not None,
         "ACTIVATION": activation,
@@ -526,14 +522,17 @@ def multiply_swiglu(
         "BLOCK_K": tiles.block_k,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
-        **dependent_launch(x),
+        **dependent_launch(rows.values),
     }
     if deal is None:
-        _linear_swiglu_kernel[num_tiles(tiles, num_rows, width_f)](*tensors, *sizes, **options)
+        _linear_swiglu_kernel[num_tiles(tiles, num_rows, width_f)](
+            *blocks, scales, rows.scales, *ends, *sizes, HAS_FP8_ROWS=rows.has_scales, **options
+        )
         return
-    places = handover(x.device, deal, 2 * tiles.block_n * tiles.block_t)
+    assert not rows.has_scales
+    places = handover(rows.values.device, deal, 2 * tiles.block_n * tiles.block_t)
     _balanced_swiglu_kernel[(deal.num_groups * deal.num_members,)](
-        *tensors, places, *sizes, *deal, **options
+        *blocks, scales, *ends, places, *sizes, *deal, **options
     )
 
 

@@ -1,5 +1,6 @@
 """Root-mean-square normalisation of rows, in float32 inside, alone or after a residual is added.
 
+The program of a row has all of it: it makes the row in FP8, too, for products that want it so.
 Grid: (num_rows,).
 """
 
@@ -11,6 +12,7 @@ import triton.language as tl
 
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import aligned, count_launch, use_triton
+from shared.kernels.fp8_rows import Fp8Rows, empty_fp8, quantize_rows_ref, store_fp8_row
 from shared.kernels.linear import sum_addends_block, sum_addends_ref
 
 
@@ -27,7 +29,10 @@ def _rms_norm_kernel(
     x_ptr,  # [num_rows, h]
     weight_ptr,  # [h], its dtype or f32
     out_ptr,  # [num_rows, h] mutated
+    values_ptr,  # [num_rows, h] e4m3 or u8 mutated if HAS_FP8
+    scales_ptr,  # [num_rows] f32 mutated if HAS_FP8
     eps,
+    HAS_FP8: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
@@ -39,7 +44,10 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + row * WIDTH + column, mask=in_row, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
     out = normalise_block(x, weight, eps, WIDTH, weight_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * WIDTH + column, out.to(out_ptr.dtype.element_ty), mask=in_row)
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * WIDTH + column, out, mask=in_row)
+    if HAS_FP8:
+        store_fp8_row(out.to(tl.float32), values_ptr, scales_ptr, row, column, WIDTH)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -51,8 +59,11 @@ def _add_rms_norm_kernel(
     weight_ptr,  # [h], unread unless NORMS_SUM
     sum_ptr,  # [num_rows, h] mutated
     out_ptr,  # [num_rows, h] mutated if NORMS_SUM
+    values_ptr,  # [num_rows, h] e4m3 or u8 mutated if HAS_FP8
+    scales_ptr,  # [num_rows] f32 mutated if HAS_FP8
     num_rows,
     eps,
+    HAS_FP8: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NORMS_DELTA: tl.constexpr,
     NORMS_SUM: tl.constexpr,
@@ -81,7 +92,10 @@ def _add_rms_norm_kernel(
     if NORMS_SUM:
         weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)
         out = normalise_block(x.to(tl.float32), weight, eps, WIDTH, weight_ptr.dtype.element_ty)
-        tl.store(out_ptr + offset, out.to(dtype), mask=in_row)
+        x = out.to(dtype)
+        tl.store(out_ptr + offset, x, mask=in_row)
+    if HAS_FP8:
+        store_fp8_row(x.to(tl.float32), values_ptr, scales_ptr, row, column, WIDTH)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -96,25 +110,49 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     if not use_triton(x):
         return rms_norm_ref(x, weight, eps)
-    assert weight.dtype in (x.dtype, torch.float32) and weight.is_contiguous()
     x = aligned(x)
     out = torch.empty_like(x)
+    _launch_norm(x, weight, eps, out, None)
+    return out
+
+
+def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Fp8Rows:
+    """Return what `rms_norm` returns, and the same in FP8.
+
+    Args:
+        x: [T, h] of 16 bits.
+    """
+    if not use_triton(x):
+        return quantize_rows_ref(rms_norm_ref(x, weight, eps))
+    x = aligned(x)
+    fp8 = empty_fp8(torch.empty_like(x))
+    _launch_norm(x, weight, eps, fp8.rows, fp8)
+    return fp8
+
+
+def _launch_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, fp8: Fp8Rows | None
+) -> None:
+    """Launch the norm. Mutates: `out` and `fp8`, all of them."""
+    assert weight.dtype in (x.dtype, torch.float32) and weight.is_contiguous()
     width = x.shape[-1]
     num_rows = x.numel() // width
     if num_rows == 0:
-        return out
+        return
     count_launch("rms_norm")
     _rms_norm_kernel[(num_rows,)](
         x,
         weight,
         out,
+        out if fp8 is None else fp8.values,
+        out if fp8 is None else fp8.scales,
         eps,
+        HAS_FP8=fp8 is not None,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         num_warps=4,
         **dependent_launch(x),
     )
-    return out
 
 
 def add_rms_norm(
@@ -138,16 +176,55 @@ def add_rms_norm(
     """
     if not use_triton(x):
         return add_rms_norm_ref(x, addends, bias, weight, eps, delta_weight)
+    x = aligned(x)
+    total = torch.empty_like(x)
+    out = total if weight is None else torch.empty_like(x)
+    _launch_add_norm(x, addends, bias, weight, eps, delta_weight, total, out, None)
+    return total, out
+
+
+def add_rms_norm_fp8(
+    x: torch.Tensor,
+    addends: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    delta_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Fp8Rows]:
+    """Return what `add_rms_norm` returns, the second of it in FP8 as well.
+
+    Args:
+        x: [T, h] of 16 bits.
+    """
+    if not use_triton(x):
+        total, out = add_rms_norm_ref(x, addends, bias, weight, eps, delta_weight)
+        return total, quantize_rows_ref(out)
+    x = aligned(x)
+    total = torch.empty_like(x)
+    fp8 = empty_fp8(total if weight is None else torch.empty_like(x))
+    _launch_add_norm(x, addends, bias, weight, eps, delta_weight, total, fp8.rows, fp8)
+    return total, fp8
+
+
+def _launch_add_norm(
+    x: torch.Tensor,
+    addends: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    delta_weight: torch.Tensor | None,
+    total: torch.Tensor,
+    out: torch.Tensor,
+    fp8: Fp8Rows | None,
+) -> None:
+    """Launch the sum and its norm. Mutates: `total`, `out` and `fp8`, all of them."""
     for one in (weight, delta_weight):
         assert one is None or (one.dtype in (x.dtype, torch.float32) and one.is_contiguous())
     assert addends.is_contiguous()
     assert addends.shape[1:] == x.shape and addends.dtype == torch.float32
-    x = aligned(x)
-    total = torch.empty_like(x)
-    out = total if weight is None else torch.empty_like(x)
     num_rows, width = x.shape
     if num_rows == 0:
-        return total, out
+        return
     count_launch("add_rms_norm")
     _add_rms_norm_kernel[(num_rows,)](
         x,
@@ -157,8 +234,11 @@ def add_rms_norm(
         x if weight is None else weight,
         total,
         out,
+        out if fp8 is None else fp8.values,
+        out if fp8 is None else fp8.scales,
         num_rows,
         eps,
+        HAS_FP8=fp8 is not None,
         HAS_BIAS=bias is not None,
         NORMS_DELTA=delta_weight is not None,
         NORMS_SUM=weight is not None,
@@ -168,7 +248,6 @@ def add_rms_norm(
         num_warps=8 if width > 2048 else 4,
         **dependent_launch(x),
     )
-    return total, out
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from shared.kernels.embedding import embed
+from shared.kernels.fp8_rows import ProductRows, rows_of, wants_fp8_rows
 from shared.kernels.latent_attention import prepared_latents
 from shared.kernels.linear import linear_addends, sum_addends
 from shared.kernels.rms_norm import rms_norm
@@ -135,6 +136,9 @@ class Attention:
     Args:
         prefix: Name of the module in the checkpoint, "model.layers.0.self_attn".
         input_width: Width of its input; EAGLE-3 reads two vectors at once.
+
+    Attributes:
+        reads_fp8_rows: It wants its input in FP8 as well.
     """
 
     def __init__(
@@ -150,6 +154,7 @@ class Attention:
         fused = "qkv" if "qkv" in config.fused_projections else None
         qkv = load_rows(reader, prefix, parts, input_width, fused)
         self._qkv = reader.products.weight(pair_weight_rows(qkv, order, q_width + kv_width))
+        self.reads_fp8_rows = wants_fp8_rows(self._qkv)
         self._qkv_bias = None
         if config.has_qkv_bias:
             bias = load_biases(reader, prefix, parts)
@@ -201,7 +206,7 @@ class Attention:
         )
         return pair_rows(q_norm, order, widths[0]), pair_rows(k_norm, order, widths[1])
 
-    def forward(self, x: torch.Tensor, rows: Rows, caches: LayerCaches) -> Product:
+    def forward(self, x: ProductRows, rows: Rows, caches: LayerCaches) -> Product:
         """Store the rows' K/V, then attend.
 
         Args:
@@ -211,9 +216,10 @@ class Attention:
         Mutates: rows of `caches` named by the slot mapping.
         """
         k_cache, v_cache = caches
+        dtype = rows_of(x).dtype
         addends, bias = linear_addends(x, self._qkv), self._qkv_bias
         if self._wide_norms is not None:
-            addends, bias = self._normed(addends, x.dtype), None
+            addends, bias = self._normed(addends, dtype), None
         q = rope_store(
             addends,
             bias,
@@ -224,11 +230,11 @@ class Attention:
             k_cache,
             v_cache,
             rows.slot_mapping,
-            dtype=x.dtype,
+            dtype=dtype,
             scales=self._params.kv_scales,
         )
         if self._late_norm is not None:
-            q = (q * self._late_norm).to(x.dtype)
+            q = (q * self._late_norm).to(dtype)
         out = tree_attention(
             q, k_cache, v_cache, rows.attention, self._params, products=self._products
         )

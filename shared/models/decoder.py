@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import torch
 
+from shared.kernels.fp8_rows import ProductRows
 from shared.models.attention import Attention, LayerCaches, Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
 from shared.models.feed_forward import load_feed_forward
 from shared.models.latent_attention import LatentAttention
-from shared.models.projections import Product, add, add_and_norm, load_norm
+from shared.models.projections import Product, add, add_and_norm, add_and_norm_fp8, load_norm
 from shared.progress import note_progress
 
 
@@ -53,7 +54,7 @@ class DecoderLayer:
         self._attention = attention_class(reader, f"{prefix}.self_attn", config, hidden)
         self._feed_forward = load_feed_forward(reader, prefix, config, layer_id)
 
-    def enter(self, x: torch.Tensor, pending: Product | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def enter(self, x: torch.Tensor, pending: Product | None) -> tuple[torch.Tensor, ProductRows]:
         """Add what the layer before left, and norm.
 
         Args:
@@ -61,12 +62,13 @@ class DecoderLayer:
             pending: Still to be added to it.
         Returns: (residual stream [T, h], input of the attention [T, h]).
         """
-        return self._add(x, pending, self._input_norm)
+        to_fp8 = self._attention.reads_fp8_rows
+        return self._add(x, pending, self._input_norm, to_fp8=to_fp8)
 
     def forward(
         self,
         x: torch.Tensor,
-        normed: torch.Tensor,
+        normed: ProductRows,
         rows: Rows,
         caches: LayerCaches,
     ) -> tuple[torch.Tensor, Product]:
@@ -77,13 +79,16 @@ class DecoderLayer:
         """
         note_progress()
         product = self._normed(self._attention.forward(normed, rows, caches), self._attention_norm)
-        x, normed = self._add(x, product, self._mlp_input_norm)
+        to_fp8 = self._feed_forward.reads_fp8_rows
+        x, normed = self._add(x, product, self._mlp_input_norm, to_fp8=to_fp8)
         return x, self._normed(self._feed_forward.forward(normed, rows), self._mlp_norm)
 
     def _add(
-        self, x: torch.Tensor, pending: Product | None, norm: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, pending: Product | None, norm: torch.Tensor | None, *, to_fp8: bool
+    ) -> tuple[torch.Tensor, ProductRows]:
         """Add what is pending, and norm; without a norm return the sum twice."""
+        if to_fp8:
+            return add_and_norm_fp8(x, pending, norm, self._eps)
         if norm is not None:
             return add_and_norm(x, pending, norm, self._eps)
         x = add(x, pending)

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 from shared.errors import CheckpointError
-from shared.kernels.head_input import head_input
+from shared.kernels.fp8_rows import ProductRows, rows_of, wants_fp8_rows
+from shared.kernels.head_input import head_input, head_input_fp8
 from shared.kernels.linear import linear
-from shared.kernels.rms_norm import rms_norm
+from shared.kernels.rms_norm import rms_norm, rms_norm_fp8
 from shared.messages import FeatureSpec
 from shared.models.attention import Attention, ForwardInput
 from shared.models.checkpoint import CheckpointReader
@@ -32,7 +33,7 @@ from shared.models.head import (
     without_model_prefix,
 )
 from shared.models.one_forward import OneForward
-from shared.models.projections import add, add_and_norm
+from shared.models.projections import add, add_and_norm, add_and_norm_fp8
 
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -206,11 +207,13 @@ class Eagle3Draft(OneForward, Head):
         assert recurrent is not None, "an EAGLE-3 head needs a feature or a hidden state per row"
         rows = self._rope.rows(inputs, self.dtype)
         norms = (self._input_norm, self._hidden_norm)
-        x = head_input(inputs.token_ids, self._embedding, recurrent, norms, self._eps)
+        enter = head_input_fp8 if self._attention.reads_fp8_rows else head_input
+        x = enter(inputs.token_ids, self._embedding, recurrent, norms, self._eps)
         pending = self._attention.forward(x, rows, inputs.kv.layers[0])
         if self._has_normed_residual:
-            recurrent = x[:, self.hidden_size :].contiguous()
-        hidden, normed = add_and_norm(recurrent, pending, self._post_norm, self._eps)
+            recurrent = rows_of(x)[:, self.hidden_size :].contiguous()
+        norm = add_and_norm_fp8 if self._mlp.reads_fp8_rows else add_and_norm
+        hidden, normed = norm(recurrent, pending, self._post_norm, self._eps)
         pending = self._mlp.forward(normed)
         for layer, caches in zip(self._others, inputs.kv.layers[1:], strict=True):
             hidden, normed = layer.enter(hidden, pending)
@@ -221,11 +224,14 @@ class Eagle3Draft(OneForward, Head):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [R, vocab_size] f32 over draft ids."""
-        return super().logits(self.normed(hidden))
+        return linear(self.normed(hidden), self._head, out_dtype=torch.float32)
 
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+    def normed(self, hidden: torch.Tensor) -> ProductRows:
         """Return what the output layer reads, [R, h]."""
-        return hidden if self._feeds_back_norm else rms_norm(hidden, self._norm, self._eps)
+        if self._feeds_back_norm:
+            return hidden
+        norm = rms_norm_fp8 if wants_fp8_rows(self._head) else rms_norm
+        return norm(hidden, self._norm, self._eps)
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Map draft ids to target ids by d2t."""

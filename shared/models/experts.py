@@ -6,6 +6,7 @@ import torch
 
 from shared.kernels.expert_choice import ChoiceRule, ChosenExperts, choose_experts
 from shared.kernels.expert_products import apply_experts
+from shared.kernels.fp8_rows import ProductRows, rows_of, wants_fp8_rows
 from shared.kernels.linear import linear, linear_addends, num_addends
 from shared.kernels.linear_swiglu import linear_swiglu
 from shared.kernels.swiglu import logistic
@@ -64,12 +65,15 @@ class Experts:
             gate_up = load_rows(reader, shared, parts, hidden_size, None)
             down = reader.load_projection(f"{shared}.down_proj.weight", shape[::-1])
             self._shared = (reader.products.weight(gate_up), down)
+        self.reads_fp8_rows = wants_fp8_rows(self._experts.gate_up) or (
+            self._shared is not None and wants_fp8_rows(self._shared[0])
+        )
         self._shared_gate = None
         if config.has_shared_gate:
             name = f"{prefix}.{names.shared}_gate.weight"
             self._shared_gate = reader.load_weight(name, (1, hidden_size))
 
-    def forward(self, x: torch.Tensor, rows: Rows) -> Product:
+    def forward(self, x: ProductRows, rows: Rows) -> Product:
         """Return what to add to the residual stream: first of the shared expert, then of the chosen
         ones in order of their ids.
 
@@ -78,9 +82,10 @@ class Experts:
             rows: Which of them are padding, which no expert computes.
         """
         chosen = self.choose(x, rows)
-        num_shared = 0 if self._shared is None else num_addends(len(x), self._shared[1])
+        shape, device = rows_of(x).shape, rows_of(x).device
+        num_shared = 0 if self._shared is None else num_addends(shape[0], self._shared[1])
         count = num_shared + self._rule.count
-        addends = torch.empty((count, *x.shape), dtype=torch.float32, device=x.device)
+        addends = torch.empty((count, *shape), dtype=torch.float32, device=device)
         if self._shared is not None:
             inner = linear_swiglu(x, self._shared[0])
             linear_addends(inner, self._shared[1], out=addends[:num_shared])
@@ -92,7 +97,7 @@ class Experts:
         apply_experts(x, experts.gate_up, experts.down, chosen, routed, experts.form)
         return Product(addends=addends, bias=None)
 
-    def choose(self, x: torch.Tensor, rows: Rows) -> ChosenExperts:
+    def choose(self, x: ProductRows, rows: Rows) -> ChosenExperts:
         """Return the experts of every row; see `forward`."""
         logits = linear_addends(x, self._router)
         out = None if rows.expert_ids is None else rows.expert_ids[self._index]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
-
+from shared.kernels.fp8_rows import ProductRows, wants_fp8_rows
 from shared.kernels.linear_swiglu import linear_swiglu
 from shared.kernels.swiglu import Activation
 from shared.models.attention import Rows
@@ -16,9 +15,15 @@ from shared.models.projections import Product, load_biases, load_rows, multiply
 
 
 class FeedForward(Protocol):
-    """What a layer adds to the residual stream after attention."""
+    """What a layer adds to the residual stream after attention.
 
-    def forward(self, x: torch.Tensor, rows: Rows) -> Product:
+    Attributes:
+        reads_fp8_rows: It wants its input in FP8 as well.
+    """
+
+    reads_fp8_rows: bool
+
+    def forward(self, x: ProductRows, rows: Rows) -> Product:
         """Return what to add to the residual stream.
 
         Args:
@@ -54,6 +59,7 @@ class MLP:
         parts = {"gate": inner, "up": inner}
         fused = "gate_up" if "gate_up" in config.fused_projections else None
         self._gate_up = reader.products.weight(load_rows(reader, prefix, parts, hidden, fused))
+        self.reads_fp8_rows = wants_fp8_rows(self._gate_up)
         self._down = reader.load_projection(f"{prefix}.down_proj.weight", (hidden, inner))
         self._gate_up_bias = self._down_bias = None
         if config.has_mlp_bias:
@@ -61,7 +67,7 @@ class MLP:
             self._down_bias = reader.load(f"{prefix}.down_proj.bias", (hidden,))
             self._down_bias *= config.residual_multiplier
 
-    def forward(self, x: torch.Tensor, rows: Rows | None = None) -> Product:  # noqa: ARG002
+    def forward(self, x: ProductRows, rows: Rows | None = None) -> Product:  # noqa: ARG002
         """Return what to add to the residual stream; padding is computed like any row.
 
         Args:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import torch
 
+from shared.kernels.fp8_rows import ProductRows, wants_fp8_rows
 from shared.kernels.head_linear import head_linear, head_weights
 from shared.kernels.latent_attention import latent_attention
 from shared.kernels.latent_store import latent_store
 from shared.kernels.linear import linear, linear_addends
-from shared.kernels.rms_norm import rms_norm
+from shared.kernels.rms_norm import rms_norm, rms_norm_fp8
 from shared.models.attention import LayerCaches, Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
@@ -32,6 +33,9 @@ class LatentAttention:
     Args:
         prefix: Name of the module in the checkpoint, "model.layers.0.self_attn".
         input_width: Width of its input.
+
+    Attributes:
+        reads_fp8_rows: It wants its input in FP8 as well.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class LatentAttention:
         kv_a = reader.load_matrix(f"{prefix}.kv_a_proj_with_mqa.weight", (kept, input_width))
         self._kv_a = reader.products.weight(pair_weight_rows(kv_a, _after(rank, order), kept))
         self._kv_a_norm = reader.load(f"{prefix}.kv_a_layernorm.weight", (rank,))
+        first = self._q if self._q_a is None else self._q_a
+        self.reads_fp8_rows = wants_fp8_rows(self._kv_a) or wants_fp8_rows(first)
         made = widths.qk_nope_head_dim + widths.v_head_dim
         kv_b = reader.load_dense(f"{prefix}.kv_b_proj.weight", (num_heads * made, rank))
         key, value = kv_b.unflatten(0, (num_heads, made)).split(
@@ -68,7 +74,7 @@ class LatentAttention:
             f"{prefix}.o_proj.weight", (config.hidden_size, num_heads * widths.v_head_dim)
         )
 
-    def forward(self, x: torch.Tensor, rows: Rows, caches: LayerCaches) -> Product:
+    def forward(self, x: ProductRows, rows: Rows, caches: LayerCaches) -> Product:
         """Store the rows' latents, then attend.
 
         Args:
@@ -81,7 +87,8 @@ class LatentAttention:
         widths, num_heads = self._widths, self._num_heads
         addends = linear_addends(x, self._kv_a)
         if self._q_a is not None:
-            x = rms_norm(linear(x, self._q_a), self._q_a_norm, _EPS)
+            norm = rms_norm_fp8 if wants_fp8_rows(self._q) else rms_norm
+            x = norm(linear(x, self._q_a), self._q_a_norm, _EPS)
         q = linear(x, self._q).unflatten(1, (num_heads, widths.qk_head_dim))
         query = latent_store(
             addends,
@@ -103,7 +110,7 @@ class LatentAttention:
             value_width=rank,
             products=self._products,
         )
-        out = x.new_empty((len(x), num_heads, widths.v_head_dim))
+        out = q.new_empty((len(q), num_heads, widths.v_head_dim))
         head_linear(latents, self._of_latent, out)
         return multiply(out.flatten(1), self._o, None, 1.0)
 

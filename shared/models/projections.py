@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from shared.errors import CheckpointError
+from shared.kernels.fp8_rows import Fp8Rows, ProductRows, quantize_rows
 from shared.kernels.linear import linear_addends, sum_addends
 from shared.kernels.products_cpu import Weight
 from shared.kernels.quantized import GpuWeight, stack_rows
-from shared.kernels.rms_norm import add_rms_norm, rms_norm
+from shared.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
 from shared.models.checkpoint import CheckpointReader
 from shared.models.families import NormRule
 
@@ -55,8 +56,23 @@ def add_and_norm(
     return add_rms_norm(x, pending.addends, pending.bias, weight, eps, pending.norm)
 
 
+def add_and_norm_fp8(
+    x: torch.Tensor, pending: Product | None, weight: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, Fp8Rows]:
+    """Do what `add_and_norm` does, for products with weights that want rows in FP8.
+
+    Args:
+        x: [T, h] of 16 bits.
+        weight: None: the sum is not normed.
+    """
+    if pending is None:
+        return x, quantize_rows(x) if weight is None else rms_norm_fp8(x, weight, eps)
+    assert pending.norm is None or pending.eps == eps
+    return add_rms_norm_fp8(x, pending.addends, pending.bias, weight, eps, pending.norm)
+
+
 def multiply(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, multiplier: float
+    x: ProductRows, weight: Weight, bias: torch.Tensor | None, multiplier: float
 ) -> Product:
     """Return a projection times `multiplier`, which its bias has been multiplied by."""
     addends = linear_addends(x, weight)

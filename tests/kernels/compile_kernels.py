@@ -20,7 +20,6 @@ from shared.kernels import (
     accept_walk,
     embedding,
     fp8_rows,
-    head_input,
     linear,
     linear_balanced,
     linear_swiglu,
@@ -31,7 +30,6 @@ from shared.kernels import (
     mailbox_trees,
     move_kv,
     penalties,
-    rms_norm,
     rope_store,
     sampling,
     sampling_filters,
@@ -47,6 +45,7 @@ from shared.kernels import (
 from shared.kernels.dispatch import LAUNCH_OPTIONS
 from tests.kernels.compile_experts import choice_kernels, expert_kernels
 from tests.kernels.compile_latents import latent_kernels
+from tests.kernels.compile_norms import norm_kernels
 from tests.kernels.compile_options import DOT_DTYPES, blocks, descriptors, launch_options
 
 # What one program may use on Hopper.
@@ -117,21 +116,23 @@ def kernels(dtype: str):
         for activation in ("silu", "gelu_tanh"):
             yield (
                 linear_swiglu._balanced_swiglu_kernel,
-                [*descriptors(dtype, square), *[values] * 4, "*fp32", *["i32"] * 3],
+                [*descriptors(dtype, square), *[values] * 3, "*fp32", *["i32"] * 3],
                 {**dot, **blocks(square), **share, "SCALING": "none", "GROUP": 0}
-                | {"HAS_FP8_ROWS": False, "HAS_BIAS": True, "ACTIVATION": activation},
+                | {"HAS_BIAS": True, "ACTIVATION": activation},
                 launch_options(square),
             )
     for scaling in ("block", "channel"):
         yield from fp8_products(dtype, scaling)
         if dtype != "fp32":
             yield from fp8_row_products(dtype, scaling)
-    yield (
-        fp8_rows._quantize_rows_kernel,
-        [values, "*u8", "*fp32", *["i32"] * 2],
-        {"BLOCK": 32768},
-        {"num_warps": 16},
-    )
+    if dtype != "fp32":
+        for fp8, block in (("*u8", 32768), ("*fp8e4nv", 32768), ("*fp8e4nv", 4096)):
+            yield (
+                fp8_rows._quantize_rows_kernel,
+                [values, fp8, "*fp32", *["i32"] * 2],
+                {"BLOCK": block},
+                {"num_warps": min(32, block // 256)},
+            )
     yield (
         linear_swiglu._swiglu_addends_kernel,
         ["*fp32", values, values, *["i32"] * 2],
@@ -151,22 +152,7 @@ def kernels(dtype: str):
             [*[ids] * 3, values, values, "fp32"],
             {"WIDTH": 1000, "BLOCK": 1024, "HAS_ROOTS": has_roots, "HAS_MULTIPLIER": has_roots},
         )
-    yield (
-        head_input._head_input_kernel,
-        ["*i64", *[values] * 5, "fp32"],
-        {"WIDTH": 1000, "BLOCK": 1024},
-    )
-    yield rms_norm._rms_norm_kernel, [values] * 3 + ["fp32"], {"WIDTH": 1000, "BLOCK": 1024}
-    for weights, norms in (
-        (values, {"NORMS_DELTA": False, "NORMS_SUM": True}),
-        ("*fp32", {"NORMS_DELTA": True, "NORMS_SUM": True}),
-        (values, {"NORMS_DELTA": True, "NORMS_SUM": False}),
-    ):
-        yield (
-            rms_norm._add_rms_norm_kernel,
-            [values, "*fp32", values, weights, weights, values, values, "i32", "fp32"],
-            {"HAS_BIAS": True, **norms, "NUM_SPLITS": 4, "WIDTH": 4096, "BLOCK": 4096},
-        )
+    yield from norm_kernels(dtype)
     for weights, caches in ((values, values), ("*fp32", values), (values, "*u8")):
         factors = {} if caches == "*u8" else {"k_factor": None, "v_factor": None}
         yield (

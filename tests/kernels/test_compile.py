@@ -5,10 +5,33 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.marks import EXHAUSTIVE
+
+
+def compiled(module: str, *args: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """Run a module that compiles kernels, with warnings as errors."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    environment["TRITON_DISABLE_LINE_INFO"] = "1"  # for debuggers, and a tenth of the work
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", module, *args],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
+@pytest.mark.slow
+def test_norms_add_squares_in_one_order_whether_rows_are_wanted_in_fp8_or_not(tmp_path):
+    result = compiled("tests.kernels.compile_norms", "90", cache=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["1536 7", "3000 7", "4096 7"]
 
 
 @pytest.mark.slow
@@ -21,17 +44,7 @@ from tests.marks import EXHAUSTIVE
     ],
 )
 def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path, dtype, share):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    environment["TRITON_DISABLE_LINE_INFO"] = "1"  # for debuggers, and a tenth of the work
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.kernels.compile_kernels", "90", dtype, share],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    result = compiled("tests.kernels.compile_kernels", "90", dtype, share, cache=tmp_path)
     assert result.returncode == 0, result.stderr
     lines = [line.split() for line in result.stdout.splitlines()]
     names = {name for name, *_ in lines}
@@ -46,7 +59,6 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_expert_down_kernel",
         "_sum_addends_kernel",
         "_swiglu_addends_kernel",
-        "_quantize_rows_kernel",
         "_rms_norm_kernel",
         "_add_rms_norm_kernel",
         "_rope_store_kernel",
@@ -84,7 +96,8 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_select_nodes_kernel",
     }
     of_hopper = {"_shared_latents_hopper_kernel"}
-    of_halves = {"_balanced_linear_kernel", "_balanced_swiglu_kernel"} | of_hopper
+    of_halves = {"_balanced_linear_kernel", "_balanced_swiglu_kernel", "_quantize_rows_kernel"}
+    of_halves |= of_hopper
     assert names == of_any_dtype | (of_no_dtype | of_halves if dtype == "bf16" else set())
     # Both kernels of attention have the bits of each other's instruction (test_products.py).
     attention = {"_shared_tiles_kernel": "wgmma", "_finish_rows_kernel": "mma.sync"}
@@ -94,6 +107,7 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         of_experts = ("_expert_swiglu_kernel", "_expert_down_kernel")
         of_weights = ("_linear_kernel", "_linear_swiglu_kernel", *of_experts)
         of_latents = ("_shared_latents_kernel", "_finish_latents_kernel", "_head_linear_kernel")
-        has_products = name in (*attention, *of_halves, *of_weights, *of_latents)
+        is_balanced = name.startswith("_balanced") or name in of_hopper
+        has_products = is_balanced or name in (*attention, *of_weights, *of_latents)
         assert (products != "none") == (has_products and dtype != "fp32"), name
         assert products in ("none", attention.get(name, products)), name

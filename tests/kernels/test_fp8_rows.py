@@ -29,8 +29,8 @@ def with_fp8_rows(weight: QuantizedWeight) -> QuantizedWeight:
 
 def dequantized(x: torch.Tensor) -> torch.Tensor:
     """Return what rows mean once they are in FP8, in float64."""
-    values, scales = quantize_rows_ref(x.cpu())
-    return values.view(torch.float8_e4m3fn).double() * scales.double()[:, None]
+    fp8 = quantize_rows_ref(x.cpu())
+    return fp8.values.view(torch.float8_e4m3fn).double() * fp8.scales.double()[:, None]
 
 
 def check(out: torch.Tensor, expected: torch.Tensor) -> None:
@@ -49,14 +49,35 @@ def test_rows_have_the_bytes_and_scales_of_the_reference(
     x[-1, : shape[1] // 2] = 0
     x[0] *= float(shape[0] > 2)
     x = x.to(device, dtype)
-    values, scales = quantize_rows(x)
-    want_values, want_scales = quantize_rows_ref(x.cpu())
-    assert torch.equal(scales.cpu(), want_scales)
-    assert torch.equal(values.cpu(), want_values)
+    fp8, want = quantize_rows(x), quantize_rows_ref(x.cpu())
+    assert fp8.rows is x
+    assert torch.equal(fp8.scales.cpu(), want.scales)
+    assert torch.equal(fp8.values.view(torch.uint8).cpu(), want.values)
     # The largest value is the largest of e4m3.
-    largest = values.view(torch.float8_e4m3fn).float().abs().amax(dim=1)
+    largest = fp8.values.view(torch.float8_e4m3fn).float().abs().amax(dim=1)
     is_zero = x.abs().amax(dim=1) == 0
     assert torch.equal(largest.cpu(), torch.where(is_zero.cpu(), 0.0, 448.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_value_becomes_the_nearest_one(device: torch.device, dtype: torch.dtype) -> None:
+    """.. ties to even, among subnormals of e4m3 too, and zeros keep their signs."""
+    bits = torch.arange(1 << 15, dtype=torch.int16)
+    sizes = bits.view(dtype)
+    sizes = sizes[sizes <= 448]  # beside 448, a row has a scale of 1
+    x = torch.cat([sizes, -sizes, torch.tensor([448.0], dtype=dtype)])[None].to(device)
+    fp8 = quantize_rows(x)
+    assert fp8.scales.item() == 1
+    want = x.cpu().float().to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(fp8.values.view(torch.uint8).cpu(), want)
+
+
+def test_rows_in_other_layouts_have_the_same_bytes(device: torch.device) -> None:
+    wide = torch.randn(3, 70).to(device, torch.bfloat16)
+    for x in (wide[:, 3:40], wide[:, ::2], wide.T):
+        fp8, want = quantize_rows(x), quantize_rows(x.clone(memory_format=torch.contiguous_format))
+        assert torch.equal(fp8.values.view(torch.uint8), want.values.view(torch.uint8))
+        assert torch.equal(fp8.scales, want.scales)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
