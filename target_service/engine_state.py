@@ -18,7 +18,7 @@ from target_service.features import FeatureOutlet
 from target_service.request import DeviceTree, HostTree, QueuedRound, TargetRequest
 
 ROUND_SOURCES = ("device", "peer", "relayed", "grammar", "root_only")
-STAGES = ("plan", "pack", "launch", "wait", "commit", "send")
+STAGES = ("plan", "pack", "launch", "wait", "commit", "send", "learn")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -228,6 +228,9 @@ class PeerRounds(TreeSource):
     ) -> None:
         self.shapes.note_step(trees, nodes, is_clean=is_clean)
 
+    def learn(self) -> None:
+        self.shapes.learn()
+
     def take(
         self, channel: PeerChannel, batch: TreeBatch
     ) -> Iterator[tuple[PeerTree, InvalidTreeError]]:

@@ -1,9 +1,12 @@
-"""The step of a target: plan -> pack -> launch -> read -> commit -> answer.
+"""The step of a target: plan -> pack -> launch -> read -> order, commit -> answer -> learn.
 
 On a GPU steps overlap: a step is launched before the result of the one before is read, so that the
 device does not wait for the host. Of that result a round needs the root's token and its slot, which
 the device has, and a tree, which the draft's device brings. What turns out to be past the end of a
 request is thrown away.
+
+What is learned from a step, and decided about the next trees, is for the orders of later steps: the
+next step is launched by then, or, where none is launched before the read, drafts have their orders.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ class Pipeline:
     in_flight: LaunchedStep | None = None
 
     def step(self, *, waits: bool) -> None:
-        """Launch a step; commit and answer the one before, and without overlap this one too.
+        """Launch a step; commit and answer the one before, and without overlap this one too; learn.
 
         Args:
             waits: Trees that are here wait for others.
@@ -95,6 +98,8 @@ class Pipeline:
             self.runner.bring_page_table()
         self.state.recorder.end_step()
         clock.end("send")
+        self.source.learn()
+        clock.end("learn")
 
     def launch(self, plan: StepPlan, began_s: float) -> LaunchedStep | None:
         """Launch the rows of a plan; nothing waits for the device.
@@ -159,8 +164,8 @@ class Pipeline:
             is_clean: The step had no rows but those of the trees.
         """
         nodes = list(accepted_nodes(trees, paths))
-        self.source.note_step(trees, nodes, is_clean=is_clean)
         self.source.order_next(trees, nodes, paths.features)
+        self.source.note_step(trees, nodes, is_clean=is_clean)
         step = self.times.end_step(timer)
         failed, committed = rows_with_nonfinite(paths), []
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):

@@ -79,11 +79,14 @@ class TreeSource:
     def note_step(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
     ) -> None:
-        """Learn from a step that was read, before its rounds are ordered and committed.
+        """Take note of a step that was read, before its rounds are committed.
 
         Args:
             is_clean: It had no rows but those of the trees.
         """
+
+    def learn(self) -> None:
+        """Learn from the step that was noted: its answers and orders are on their way."""
 
     def take(
         self, channel: PeerChannel, batch: TreeBatch

@@ -241,7 +241,8 @@ _ENGINES = (
     _counter(
         "coppice_step_stage_seconds_total",
         "Host's time by stage of the step. Target: plan, pack, launch (on a CPU: compute), wait "
-        "(for the device), commit, send. Draft: confirm, extend, grow, wait, answer, ahead",
+        "(for the device), commit, send, learn (and decide about trees). Draft: confirm, extend, "
+        "grow, wait, answer, ahead",
         "stage",
         roles=WORKERS,
     ),

@@ -96,15 +96,16 @@ class Acceptance:
         is_trial = self._depth <= np.minimum(accepted + 1, num_steps[:, None])
         ease = self._mean + self._ease[slots, None]
         link = ease + self._depth_offset + self._rung_offset[rungs, None]
-        hazard = np.exp(np.clip(link, -4.0, 2.0))
+        hazard = np.exp(_clipped(link, -4.0, 2.0))
         failure = np.exp(-hazard)
         odds = failure / (1.0 - failure)
         score = np.where(self._depth <= accepted, hazard * odds, -hazard) * is_trial  # [B, D]
         information = hazard * hazard * odds * is_trial
-        self._learn_ease(slots, score.sum(axis=1), information.sum(axis=1))
+        of_requests = score.sum(axis=1), information.sum(axis=1)
+        self._learn_ease(slots, *of_requests)
         self._learn_mean(float(score.sum()), float(information.sum()))
         self._learn_depths(score.sum(axis=0), information.sum(axis=0))
-        self._learn_rungs(rungs, score.sum(axis=1), information.sum(axis=1))
+        self._learn_rungs(rungs, *of_requests)
 
     def note_rests(self, slots: Ints, *, returns: bool) -> None:
         """Forget a little of requests whose rounds have no trees.
@@ -120,8 +121,9 @@ class Acceptance:
 
     def recentre(self, slots: Ints) -> None:
         """Let the mean be that of the requests that run, so that others begin there."""
-        known = self._evidence[slots] / (self._evidence[slots] + _PRIOR)
-        shift = _MEAN_WEIGHT * float(np.mean(known * self._ease[slots]))
+        evidence = self._evidence[slots]
+        known = evidence / (evidence + _PRIOR)
+        shift = _MEAN_WEIGHT * float((known * self._ease[slots]).sum() / len(slots))
         self._mean += shift
         self._ease -= shift
 
@@ -133,7 +135,7 @@ class Acceptance:
         """
         ease = self._ease[slots]
         doubt = _DOUBT / np.sqrt(self._evidence[slots] + _PRIOR)
-        return _class_of(self._mean + np.where(ease < 0, np.minimum(ease + doubt, 0.0), ease))
+        return _class_of(self._mean + np.maximum(ease, np.minimum(ease + doubt, 0.0)))
 
     @property
     def mean_class(self) -> int:
@@ -150,14 +152,14 @@ class Acceptance:
         """
         ease = np.linspace(_LEAST_EASE, _MOST_EASE, NUM_CLASSES)
         link = ease[:, None, None] + self._rung_offset[:, None] + self._depth_offset
-        chance = 1.0 - np.exp(-np.exp(np.clip(link, -4.0, 2.0)))  # [C, R, D]
+        chance = 1.0 - np.exp(-np.exp(_clipped(link, -4.0, 2.0)))  # [C, R, D]
         chance *= self._depth <= self._num_steps[:, None]
         gains = 1.0 + np.cumprod(chance, axis=2).sum(axis=2)
         return np.maximum.accumulate(gains, axis=1)
 
     def _learn_ease(self, slots: Ints, score: Floats, information: Floats) -> None:
         evidence = _EVIDENCE_KEPT * self._evidence[slots] + information
-        step = np.clip(score / (evidence + _PRIOR), -_MOST_STEP, _MOST_STEP)
+        step = _clipped(score / (evidence + _PRIOR), -_MOST_STEP, _MOST_STEP)
         forgotten = (1.0 - _EVIDENCE_KEPT) * _PRIOR / (evidence + _PRIOR)
         self._ease[slots] = (1.0 - forgotten) * self._ease[slots] + step
         self._evidence[slots] = evidence
@@ -172,7 +174,7 @@ class Acceptance:
         self._depth_evidence *= _OFFSET_EVIDENCE_KEPT
         self._depth_evidence += information
         step = score / (self._depth_evidence + _OFFSET_PRIOR)
-        self._depth_offset[1:] += np.clip(step, -_MOST_STEP, _MOST_STEP)[1:]
+        self._depth_offset[1:] += _clipped(step, -_MOST_STEP, _MOST_STEP)[1:]
 
     def _learn_rungs(self, rungs: Ints, score: Floats, information: Floats) -> None:
         """Fit the offsets of rungs to what their trees did beside those of others in the same step:
@@ -186,7 +188,7 @@ class Acceptance:
         contrast = np.bincount(rungs, score, count) - of_texts * by_rung
         step = contrast / (self._rung_evidence + _OFFSET_PRIOR)
         step[self._is_chain] = 0.0
-        self._rung_offset += np.clip(step, -_MOST_STEP, _MOST_STEP)
+        self._rung_offset += _clipped(step, -_MOST_STEP, _MOST_STEP)
 
 
 def _first_offset(shape: TreeShape) -> float:
@@ -196,5 +198,11 @@ def _first_offset(shape: TreeShape) -> float:
 
 
 def _class_of(ease: Floats) -> Ints:
-    place = (ease - _LEAST_EASE) * (1 / _CLASS_WIDTH)
-    return np.clip(np.rint(place), 0, NUM_CLASSES - 1).astype(np.int64)
+    place = np.rint((ease - _LEAST_EASE) * (1 / _CLASS_WIDTH))
+    return _clipped(place, 0.0, NUM_CLASSES - 1.0).astype(np.int64)
+
+
+def _clipped(values: Floats, least: float, most: float) -> Floats:
+    """Return what np.clip does, in a third of its time for a few hundred values."""
+    clipped: Floats = np.minimum(np.maximum(values, least), most)
+    return clipped

@@ -21,6 +21,7 @@ from target_service.budgets.costs import RoundCosts, RoundKind, bucket_size
 from target_service.budgets.deal import NOTHING_FIXED, Deal, Dealer, FixedRounds
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 DECISION_ROUNDS = 4
 """Rounds that a decision is good for, while the same requests run."""
@@ -176,7 +177,8 @@ class TreeBudget:
         rests_on = self._rests_until[slots] > self._round
         if num_coming and self.would_rest(len(slots) + fixed.num_requests + num_coming):
             rests_on |= self.rungs[slots] == 0
-        caps = np.where(rests_on, 0, caps)
+        if rests_on.any():
+            caps = np.where(rests_on, 0, caps)
         deal = self._deal(slots, caps, fixed)
         if num_dropped is not None and num_dropped.any():
             lower_caps = np.where(num_dropped > 0, 0, caps)
@@ -192,8 +194,10 @@ class TreeBudget:
             rungs, rest = np.zeros_like(rungs), _PLAIN_TRY_ROUNDS
         else:
             self._probe.reset(len(slots))
-        begins_rest = slots[(rungs == 0) & ((self.rungs[slots] > 0) | self._is_new[slots])]
-        self._rests_until[begins_rest] = self._round + rest
+        resting = slots[rungs == 0]
+        if len(resting):
+            begins_rest = resting[(self.rungs[resting] > 0) | self._is_new[resting]]
+            self._rests_until[begins_rest] = self._round + rest
         self.rungs[slots] = rungs
         self._is_new[slots] = False
 
@@ -206,11 +210,12 @@ class TreeBudget:
         """
         classes = self.acceptance.classes(slots)
         held, favour = self._held(slots)
+        options = self._dealer.options(classes, caps, fixed)
         mixed = fixed._replace(mixed_per_token=self._coming_mixed / self._tokens)
-        deal = self._dealer.deal(classes, caps, held, mixed, favour=favour)
+        deal = self._dealer.choose(options, held, mixed.mixed_per_token, favour=favour)
         if self._coming_mixed < _LEAST_MIXED or deal.rungs.all():
             return deal
-        without = self._dealer.deal(classes, caps, held, fixed, favour=favour)
+        without = self._dealer.choose(options, held, fixed.mixed_per_token, favour=favour)
         if not deal.limit:
             return without
         keeps_up = (deal.rungs == 0) & (without.rungs > 0)
@@ -234,11 +239,13 @@ class TreeBudget:
         per second another deal must bring.
         """
         held, is_new = self.rungs[slots], self._is_new[slots]
-        if is_new.all():
+        num_new = np.count_nonzero(is_new)
+        if num_new == len(slots):
             return held, 0.0
         if not self._limit:
             held[:] = 0  # but for those that are tried
-        held[is_new] = np.bincount(held[~is_new]).argmax()
+        if num_new:
+            held[is_new] = np.bincount(held[~is_new]).argmax()
         if not self._num_decisions % _UNFAVOURED_DECISION:
             return held, 0.0
         return held, self._favour
@@ -307,7 +314,7 @@ class TreeBudget:
             return
         # Where requests without trees do not wait for the others, theirs are shorter.
         with_trees = ended_s[rungs > 0]
-        began_s = float(np.median(with_trees if len(with_trees) else ended_s))
+        began_s = _median(with_trees if len(with_trees) else ended_s)
         kind = self._kind_since(began_s, max(times.num_requests, len(slots)))
         if kind.rung and not len(with_trees):
             return
@@ -395,6 +402,14 @@ class _Probe:
             self._begins = None
             return False
         return True
+
+
+def _median(values: Floats) -> float:
+    """Return what np.median does, in a third of its time for a few hundred values."""
+    ordered, half = np.sort(values), len(values) // 2
+    if len(values) % 2:
+        return float(ordered[half])
+    return float(ordered[half - 1] + ordered[half]) / 2
 
 
 def _rung_of_size(rows: Ints) -> Ints:

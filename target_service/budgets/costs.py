@@ -54,9 +54,13 @@ _LEAST_HOST = 0.5
 _CHANGE, _CHANGE_S = 0.1, 20e-6
 _MUCH_CHANGE = 0.5
 
+# Of what trees take on a CPU: what few rows of them take at least.
+_LEAST_SHARE = 0.05
+
 _BATCHES = np.array(BATCH_BUCKETS)
 # Of every number of requests, or of trees, the place of its bucket.
 _BUCKETS = np.searchsorted(_BATCHES, np.arange(1 + BATCH_BUCKETS[-1]))
+_BUCKET_OF: list[int] = _BUCKETS.tolist()
 
 
 class RoundKind(NamedTuple):
@@ -150,39 +154,44 @@ class RoundCosts:
         """Return what a round takes beside its forward where there are no trees."""
         return float(self._host[_bucket(num_requests)])
 
-    def draft_s(
-        self, rung: int, num_trees: Ints, num_requests: int, num_rows: Number
-    ) -> Floats | Number:
-        """Return what trees take beside the forward and the host.
+    def draft_s(self, kind: RoundKind) -> float:
+        """Return what the trees of a round take beside the forward and the host."""
+        return float(self._draft[kind.rung, _bucket(kind.num_trees)]) * self._share(kind)
 
-        Args:
-            rung: Of the largest.
-            num_rows: Of a step of all requests, for each number of trees.
-        """
-        draft_s = self._draft[rung][_BUCKETS.take(num_trees, mode="clip")]
+    def drafts_s(self, rung: Ints, num_trees: Ints, num_requests: int, num_rows: Floats) -> Floats:
+        """Return what trees take in each of P rounds, which differ in these: [P] each."""
+        drafts_s: Floats = self._draft[rung, _BUCKETS.take(num_trees, mode="clip")]
         if self.is_padded:
-            return draft_s
-        return draft_s * self._share(rung, num_trees, num_requests, num_rows)
+            return drafts_s
+        most_rows = np.maximum(num_trees * (self.rows[rung] - 1), 1)
+        return drafts_s * np.clip((num_rows - num_requests) / most_rows, _LEAST_SHARE, 1.0)
 
-    def delay_s(self, rung: int, num_trees: Ints) -> Floats:
+    def delay_s(self, rung: int, num_trees: int) -> float:
         """Return how long the other targets of the draft wait for trees, as far as that is known:
         each of them would be faster with larger trees, and all of them with smaller ones.
 
         Args:
             rung: Of the largest.
         """
-        growth: Floats = self._growth[rung][_BUCKETS.take(num_trees, mode="clip")]
+        return (self.num_targets - 1) * float(self._growth[rung, _bucket(num_trees)])
+
+    def delays_s(self, rung: Ints, num_trees: Ints) -> Floats | float:
+        """Return the same of P rounds, [P] each."""
+        if self.num_targets == 1:
+            return 0.0
+        growth: Floats = self._growth[rung, _BUCKETS.take(num_trees, mode="clip")]
         return (self.num_targets - 1) * growth
 
-    def round_s(self, kind: RoundKind) -> float:
-        """Return what a round is expected to take."""
-        seconds = self.forward_s(kind.num_rows) + self.host_s(kind.num_requests)
-        if kind.rung:
-            trees = np.array(kind.num_trees)
-            seconds += float(
-                self.draft_s(kind.rung, trees, kind.num_requests, float(kind.num_rows))
-            )
-        return seconds
+    def round_s(self, kind: RoundKind, forward_s: float | None = None) -> float:
+        """Return what a round is expected to take.
+
+        Args:
+            forward_s: What its forward takes; None: not looked up yet.
+        """
+        if forward_s is None:
+            forward_s = self.forward_s(kind.num_rows)
+        seconds = forward_s + self.host_s(kind.num_requests)
+        return seconds + self.draft_s(kind) if kind.rung else seconds
 
     def plain_is_worth_a_try(self, num_requests: int, tokens_per_s: float, now_s: float) -> bool:
         """Return whether rounds without trees, of which there was none for long, might bring more.
@@ -211,9 +220,7 @@ class RoundCosts:
         batch = _bucket(kind.num_requests)
         place, share = (0, batch), 1.0
         if kind.rung:
-            place = kind.rung, _bucket(kind.num_trees)
-            trees = np.array(kind.num_trees)
-            share = float(self._share(kind.rung, trees, kind.num_requests, float(kind.num_rows)))
+            place, share = (kind.rung, _bucket(kind.num_trees)), self._share(kind)
         forward_s = self.forward_s(kind.num_rows)
         self._samples.note(place, took_s, forward_s, batch=batch, share=share, now_s=now_s)
         # Other rungs of as many trees, or of more, are known no better if they were not tried for
@@ -230,16 +237,14 @@ class RoundCosts:
         if has_forgotten or (entry_s is not None and _differs(entry_s, guessed_from_s, _CHANGE)):
             self._guess()
 
-    def _share(
-        self, rung: int, num_trees: Ints, num_requests: int, num_rows: Number
-    ) -> Floats | float:
+    def _share(self, kind: RoundKind) -> float:
         """Return which part of a number of trees' time a round takes if not all of these are of the
         rung: on a CPU by their rows, on a GPU all of it.
         """
         if self.is_padded:
             return 1.0
-        most_rows = np.maximum(num_trees * (int(self.rows[rung]) - 1), 1)
-        return np.clip((num_rows - num_requests) / most_rows, 0.05, 1.0)
+        most_rows = max(kind.num_trees * (int(self.rows[kind.rung]) - 1), 1)
+        return min(max((kind.num_rows - kind.num_requests) / most_rows, _LEAST_SHARE), 1.0)
 
     def _guess(self) -> None:
         """Guess what is not known from what is."""
@@ -319,9 +324,9 @@ def _first_growth(shape: TreeShape, *, is_gpu: bool) -> Floats:
 
 
 def _bucket(count: int) -> int:
-    return int(_BUCKETS[min(count, BATCH_BUCKETS[-1])])
+    return _BUCKET_OF[min(count, BATCH_BUCKETS[-1])]
 
 
 def bucket_size(count: int) -> int:
     """Return the number of requests, or of trees, that so many are taken for."""
-    return int(_BATCHES[_bucket(count)])
+    return BATCH_BUCKETS[_bucket(count)]

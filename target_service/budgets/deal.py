@@ -7,13 +7,15 @@ requests, until a step of so many rows is full. Of all these steps and rungs the
 request's own steps come in this order by themselves, because those are left out that bring less per
 row than the next one with them does.
 
-All requests of a class and a cap are alike, so what is dealt are classes, by counts.
+All requests of a class and a cap are alike, so what is dealt are classes, by counts. The order of
+steps hangs on the gains alone and is kept; a decision is computed for all largest rungs at once.
 
 Source: greedy allocation by marginal utility, as in DSpark's scheduler and arXiv:2406.14066.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,6 +28,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _ROUNDING = 1e-6
+_NONE, _NOBODY = np.zeros(0), np.zeros(0, dtype=np.int64)
+# More rows than all steps of a climb have: so far apart several of them are one table.
+_APART = float(1 << 24)
 
 
 class FixedRounds(NamedTuple):
@@ -67,41 +72,80 @@ class Deal(NamedTuple):
 
 
 class _Climb(NamedTuple):
-    """Steps up the ladder, those with the most tokens per row first, [I] each.
-
-    Args:
-        key: Which requests take a step: those of a cap and a class, cap * C + class.
-        rung: That the step leads to.
-        each: [3, I], rows and tokens that a request has more than before, and 1 if it had the root
-            alone, else 0.
-    """
+    """Steps up the ladder of requests of one cap, or of several; args are as of _Climbs."""
 
     key: Ints
     rung: Ints
     each: Floats
 
-    @property
-    def rows(self) -> Floats:
-        """Return [I], rows of a request more than before."""
-        rows: Floats = self.each[0]
-        return rows
 
-
-class _Plan(NamedTuple):
-    """A way to deal: the steps of a climb, in order, up to so many rows.
+class _Climbs(NamedTuple):
+    """Steps up the ladder, [L, I] each: in row `limit - 1` those of requests that no rung above the
+    limit is dealt to, those with the most tokens per row first. The first step, and what is left of
+    a row, is nobody's.
 
     Args:
-        score: Tokens per second.
-        limit: Rung that no request is above.
-        counts: [R * C], requests by key.
-        num_rows: Beside the roots'.
+        key: Which requests take a step: those of a cap and a class, cap * C + class; nobody: R * C.
+        counted: Where `Dealer._count` has their number.
+        rung: That the step leads to.
+        each: [3, L, I], rows and tokens that a request has more than before, and 1 if it had the
+            root alone, else 0.
     """
 
-    score: float
-    limit: int
-    climb: _Climb
-    counts: Ints
-    num_rows: float
+    key: Ints
+    counted: Ints
+    rung: Ints
+    each: Floats
+
+
+class Options(NamedTuple):
+    """What can be dealt to some requests: P ways, by the largest rung and the rows that are used.
+
+    Args:
+        classes: [B].
+        caps: [B], the highest rung that each may have.
+        fixed: Other requests.
+        climbs: None: nobody can have a tree, and there are no ways.
+        ends: [L, I], rows of all steps up to each.
+        num_filled: So many ways fill a size of a step, the first ones. After the others another
+            class or rung is next.
+        limit: [P], the largest rung of each way.
+        used: [P], rows beside those of the roots and of others.
+        tokens: [P], of a round of all requests.
+        forward_s: [P], without rows of prompts.
+        saved_s: [P], what such rows save, which would be computed sooner or later.
+        beside_s: What hosts take.
+        draft_s: [P], what trees take.
+    """
+
+    classes: Ints
+    caps: Ints
+    fixed: FixedRounds
+    climbs: _Climbs | None = None
+    ends: Floats = _NONE
+    num_filled: int = 0
+    limit: Ints = _NOBODY
+    used: Floats = _NONE
+    tokens: Floats = _NONE
+    forward_s: Floats = _NONE
+    saved_s: Floats = _NONE
+    beside_s: float = 0.0
+    draft_s: Floats = _NONE
+
+    def best(self, mixed_per_token: float) -> list[int]:
+        """Return which way fills a step best, and which is the best of the others.
+
+        Args:
+            mixed_per_token: As of FixedRounds.
+        """
+        forward_s = self.forward_s
+        if mixed_per_token:
+            mixed = np.minimum(1.0, mixed_per_token * self.tokens)
+            forward_s = forward_s - mixed * self.saved_s
+        scores = self.tokens / (forward_s + self.beside_s + self.draft_s)
+        split = self.num_filled
+        ways = [int(scores[:split].argmax())] if split else []
+        return [*ways, split + int(scores[split:].argmax())] if split < len(scores) else ways
 
 
 class Dealer:
@@ -115,8 +159,11 @@ class Dealer:
         self._gains = gains
         self._costs = costs
         self._rows = costs.rows.astype(np.float64)
+        self._row_counts: list[int] = costs.rows.tolist()
         self._num_classes, self._num_rungs = gains.shape
+        self._nobody = self._num_rungs * self._num_classes
         self._climbs = [self._climb(cap) for cap in range(self._num_rungs)]
+        self._climbs_of: dict[tuple[int, ...], _Climbs | None] = {}
 
     def deal(
         self,
@@ -135,106 +182,157 @@ class Dealer:
             held: [B], what each has now. All of them keep it unless another deal brings more.
             favour: How much more, as a part of the tokens per second.
         """
-        kept = np.minimum(held, caps)
+        options = self.options(classes, caps, fixed)
+        return self.choose(options, held, fixed.mixed_per_token, favour=favour)
+
+    def choose(
+        self, options: Options, held: Ints, mixed_per_token: float, *, favour: float = 0.0
+    ) -> Deal:
+        """Return what requests get, of what can be dealt to them; the other args are as of `deal`
+        and FixedRounds.
+        """
+        classes, fixed = options.classes, options.fixed._replace(mixed_per_token=mixed_per_token)
+        kept = np.minimum(held, options.caps)
         best = self._deal_of(classes, kept, fixed)
         least = best.tokens_per_s * (1.0 + favour)
-        deals = [self._deal_of(classes, np.zeros_like(classes), fixed)]
-        for plan in self._plans(classes, caps, fixed):
-            deals.append(self._deal_of(classes, self._rungs(plan, classes, caps, held), fixed))
+        deals = []
+        if best.limit:
+            none = np.zeros_like(classes)
+            deals.append(Deal(none, 0, self._rate(classes, none, [len(classes)], fixed)))
+        for way in options.best(mixed_per_token):
+            deals.append(self._deal_of(classes, self._rungs(options, way, held), fixed))
         for deal in deals:
             if deal.tokens_per_s > least:
                 least, best = deal.tokens_per_s, deal
         return best
 
     def _deal_of(self, classes: Ints, rungs: Ints, fixed: FixedRounds) -> Deal:
-        rate = self.tokens_per_s(classes, rungs, fixed)
-        return Deal(rungs, int(rungs.max(initial=0)), rate)
+        counts = np.bincount(rungs).tolist()
+        return Deal(rungs, max(len(counts) - 1, 0), self._rate(classes, rungs, counts, fixed))
 
     def tokens_per_s(self, classes: Ints, rungs: Ints, fixed: FixedRounds = NOTHING_FIXED) -> float:
         """Return what a round is expected to bring per second, if requests get these rungs."""
-        tokens = float(self._gains[classes, rungs].sum()) + fixed.num_tokens
+        return self._rate(classes, rungs, np.bincount(rungs).tolist(), fixed)
+
+    def _rate(self, classes: Ints, rungs: Ints, counts: list[int], fixed: FixedRounds) -> float:
+        """Return tokens per second.
+
+        Args:
+            counts: Requests by rung, up to the highest.
+        """
+        costs, num_requests = self._costs, len(classes)
+        tokens = float(num_requests)
+        if len(counts) > 1:
+            tokens = float(np.add.reduce(self._gains[classes, rungs]))
+        tokens += fixed.num_tokens
+        num_rows = sum(map(operator.mul, counts, self._row_counts))
         kind = RoundKind(
-            num_requests=len(classes) + fixed.num_requests,
-            num_rows=float(self._rows[rungs].sum()) + fixed.num_rows,
-            rung=max(int(rungs.max(initial=0)), fixed.rung),
-            num_trees=int(np.count_nonzero(rungs)) + fixed.num_trees,
+            num_requests=num_requests + fixed.num_requests,
+            num_rows=float(num_rows) + fixed.num_rows,
+            rung=max(len(counts) - 1, fixed.rung),
+            num_trees=sum(counts[1:]) + fixed.num_trees,
         )
-        seconds = self._costs.round_s(kind)
-        seconds += float(self._costs.delay_s(kind.rung, np.array(kind.num_trees)))
-        saved_s = self._costs.forward_s(kind.num_rows) - self._costs.marginal_s(kind.num_rows)
+        forward_s = costs.forward_s(kind.num_rows)
+        seconds = costs.round_s(kind, forward_s) + costs.delay_s(kind.rung, kind.num_trees)
+        saved_s = forward_s - costs.marginal_s(kind.num_rows)
         return tokens / (seconds - min(1.0, fixed.mixed_per_token * tokens) * saved_s)
 
-    def _plans(self, classes: Ints, caps: Ints, fixed: FixedRounds) -> list[_Plan]:
-        """Return the best plan that fills a step, and the best by which all get what they may."""
+    def options(self, classes: Ints, caps: Ints, fixed: FixedRounds = NOTHING_FIXED) -> Options:
+        """Return what can be dealt; args as of `deal`."""
         costs = self._costs
         base = len(classes) + fixed.num_rows
-        tokens = len(classes) + fixed.num_tokens
         sizes, sizes_s = costs.sizes_above(base)
-        if not len(sizes):
-            return []
+        climbs = self._climbs_up_to(caps) if len(sizes) else None
+        if climbs is None:
+            return Options(classes, caps, fixed)
+        counts = self._count(classes, caps).take(climbs.counted)
+        sums = (climbs.each * counts).cumsum(axis=2)
+        rows = sums[0]
+        rooms = sizes - base
+        by_size, size = (rooms < rows[:, -1:]).nonzero()
+        room = rooms.take(size)
+        gained, trees = _between(sums, by_size, room)
+        ends = ((counts > 0) & (rows <= rooms[-1])).ravel().nonzero()[0]
+        at_end = sums.reshape(3, -1).take(ends, axis=1)
+        used = np.concatenate((room, at_end[0]))
+        tokens = len(classes) + fixed.num_tokens + np.concatenate((gained, at_end[1]))
+        num_trees = np.concatenate((trees, at_end[2])).astype(np.int64) + fixed.num_trees
+        limit = 1 + np.concatenate((by_size, ends // rows.shape[1]))
+        num_rows = base + used
+        forward_s = np.concatenate((sizes_s.take(size), costs.forwards_s(num_rows[len(size) :])))
         num_all = len(classes) + fixed.num_requests
-        beside_s = costs.host_s(num_all)
-        counts = self._count(classes, caps)
-        above = counts[::-1].cumsum(axis=0)[::-1]
-        present = np.flatnonzero(counts.any(axis=1)).tolist()
-        filled: list[_Plan] = []
-        whole: list[_Plan] = []
-        for limit in range(1, 1 + max(present, default=0)):
-            folded = _fold(counts, above, limit)
-            climb = self._merged([cap for cap in present if 0 < cap < limit], limit)
-            if not len(climb.key):
-                continue
-            num_rows, gained, num_trees = _add_up(climb, folded)
-            total = float(num_rows[-1])
-            num_sizes = int(np.searchsorted(sizes, base + total))
-            # Steps that are filled, and those after which another class or rung is next.
-            ends = num_rows[1:][(folded[climb.key] > 0) & (base + num_rows[1:] <= sizes[-1])]
-            used = np.concatenate((sizes[:num_sizes] - base, ends))
-            seconds = np.concatenate((sizes_s[:num_sizes], costs.forwards_s(base + ends)))
-            trees = np.ceil(np.interp(used, num_rows, num_trees)).astype(np.int64)
-            rung, trees = max(limit, fixed.rung), trees + fixed.num_trees
-            draft_s = costs.draft_s(rung, trees, num_all, base + used)
-            draft_s = draft_s + costs.delay_s(rung, trees)
-            brought = tokens + np.interp(used, num_rows, gained)
-            mixed = np.minimum(1.0, fixed.mixed_per_token * brought)
-            seconds -= mixed * (seconds - costs.marginal_s(base + used))
-            scores = brought / (seconds + beside_s + draft_s)
-            for plans, part in ((filled, slice(num_sizes)), (whole, slice(num_sizes, None))):
-                if len(scores[part]):
-                    place = int(scores[part].argmax())
-                    score, rows = float(scores[part][place]), float(used[part][place])
-                    plans.append(_Plan(score, limit, climb, folded, rows))
-        return [max(plans, key=lambda plan: plan.score) for plans in (filled, whole) if plans]
+        rung = np.maximum(limit, fixed.rung)
+        draft_s = costs.drafts_s(rung, num_trees, num_all, num_rows)
+        return Options(
+            classes,
+            caps,
+            fixed,
+            climbs,
+            ends=rows,
+            num_filled=len(size),
+            limit=limit,
+            used=used,
+            tokens=tokens,
+            forward_s=forward_s,
+            saved_s=forward_s - costs.marginal_s(num_rows),
+            beside_s=costs.host_s(num_all),
+            draft_s=draft_s + costs.delays_s(rung, num_trees),
+        )
 
     def _count(self, classes: Ints, caps: Ints) -> Ints:
-        """Return [R, C], requests by cap and class."""
+        """Return [2 * R * C + 1]: requests by cap and class, then those of each class with at least
+        a cap, and nobody.
+        """
+        counts = np.zeros(2 * self._nobody + 1, dtype=np.int64)
         keys = caps * self._num_classes + classes
-        counts = np.bincount(keys, minlength=self._num_rungs * self._num_classes)
-        return counts.reshape(self._num_rungs, self._num_classes)
+        counts[: self._nobody] = np.bincount(keys, minlength=self._nobody)
+        by_cap, above = counts[:-1].reshape(2, self._num_rungs, self._num_classes)
+        by_cap[::-1].cumsum(axis=0, out=above[::-1])
+        return counts
 
-    def _rungs(self, plan: _Plan, classes: Ints, caps: Ints, held: Ints) -> Ints:
-        """Return the rung of each request by a plan."""
-        climb = plan.climb
-        ends = np.cumsum(plan.counts[climb.key] * climb.rows)
-        num_whole = int(np.searchsorted(ends, plan.num_rows + _ROUNDING, side="right"))
-        rung_of = np.zeros(len(plan.counts), dtype=np.int64)
-        rung_of[climb.key[:num_whole]] = climb.rung[:num_whole]  # the last step counts
-        keys = np.minimum(caps, plan.limit) * self._num_classes + classes
-        rungs = rung_of[keys]
-        if num_whole < len(ends):  # some of the next ones still fit
-            left = plan.num_rows - (float(ends[num_whole - 1]) if num_whole else 0.0)
-            num_more = int((left + _ROUNDING) // climb.rows[num_whole])
-            alike = np.flatnonzero(keys == climb.key[num_whole])
-            rung = climb.rung[num_whole]
-            order = np.argsort(held[alike] < rung, kind="stable")
-            rungs[alike[order[:num_more]]] = rung
+    def _rungs(self, options: Options, way: int, held: Ints) -> Ints:
+        """Return the rung of each request."""
+        climbs, limit = options.climbs, int(options.limit[way])
+        assert climbs is not None
+        key, rung, ends = climbs.key[limit - 1], climbs.rung[limit - 1], options.ends[limit - 1]
+        num_rows = float(options.used[way])
+        num_whole = int(ends.searchsorted(num_rows + _ROUNDING, side="right"))
+        rung_of = np.zeros(self._nobody + 1, dtype=np.int64)
+        rung_of[key[:num_whole]] = rung[:num_whole]  # the last step counts
+        keys = np.minimum(options.caps, limit) * self._num_classes + options.classes
+        rungs = rung_of.take(keys)
+        left = num_rows - float(ends[num_whole - 1]) + _ROUNDING
+        if num_whole < len(ends) and left >= 1.0:  # some of the next ones may still fit
+            num_more = int(left // climbs.each[0, limit - 1, num_whole])
+            alike = np.flatnonzero(keys == key[num_whole])
+            order = np.argsort(held[alike] < rung[num_whole], kind="stable")
+            rungs[alike[order[:num_more]]] = rung[num_whole]
         return rungs
 
-    def _merged(self, caps: Sequence[int], limit: int) -> _Climb:
-        """Return the steps of requests with these caps, and of those that are limited."""
-        if not caps:
-            return self._climbs[limit]
-        return _join([self._climbs[cap] for cap in (*caps, limit)])
+    def _climbs_up_to(self, caps: Ints) -> _Climbs | None:
+        """Return the steps of requests with these caps, for all limits; None: there are none."""
+        present = tuple([cap for cap, count in enumerate(np.bincount(caps).tolist()) if count])
+        if present not in self._climbs_of:
+            self._climbs_of[present] = self._stacked(present)
+        return self._climbs_of[present]
+
+    def _stacked(self, present: Sequence[int]) -> _Climbs | None:
+        limits = range(1, 1 + max(present, default=0))
+        climbs = [
+            _join([self._climbs[cap] for cap in (*(c for c in present if 0 < c < limit), limit)])
+            for limit in limits
+        ]
+        width = 1 + max((len(climb.key) for climb in climbs), default=0)
+        if width == 1:
+            return None
+        shape = (len(climbs), width)
+        key, rung = np.full(shape, self._nobody), np.zeros(shape, dtype=np.int64)
+        each = np.zeros((3, *shape))
+        for row, climb in enumerate(climbs):
+            steps = slice(1, 1 + len(climb.key))
+            key[row, steps], rung[row, steps], each[:, row, steps] = climb
+        is_limited = key // self._num_classes >= np.array(limits)[:, None]
+        return _Climbs(key, key + self._nobody * is_limited, rung, each)
 
     def _climb(self, cap: int) -> _Climb:
         """Return the steps of requests that may have rungs up to `cap`."""
@@ -258,18 +356,18 @@ class Dealer:
         return _join(parts)
 
 
-def _fold(counts: Ints, above: Ints, limit: int) -> Ints:
-    """Return [R * C], requests by cap and class, if no cap is above a limit."""
-    folded = counts.copy()
-    folded[limit] = above[limit]
-    return folded.ravel()
+def _between(sums: Floats, row: Ints, used: Floats) -> tuple[Floats, Floats]:
+    """Return tokens and trees where so many rows are used, in the middle of a step perhaps.
 
-
-def _add_up(climb: _Climb, counts: Ints) -> Floats:
-    """Return rows, tokens and trees of all steps before each, and of all, [3, I + 1]."""
-    sums = np.zeros((3, 1 + len(climb.key)))
-    np.cumsum(climb.each * counts[climb.key], axis=1, out=sums[:, 1:])
-    return sums
+    Args:
+        sums: [3, L, I], rows, tokens and trees up to each step.
+        row: [P], of the L.
+        used: [P].
+    """
+    apart = _APART * np.arange(sums.shape[1])
+    at, rows = used + apart.take(row), (sums[0] + apart[:, None]).ravel()
+    trees = np.interp(at, rows, sums[2].ravel())
+    return np.interp(at, rows, sums[1].ravel()), np.ceil(trees)
 
 
 def _join(climbs: Sequence[_Climb]) -> _Climb:

@@ -116,8 +116,11 @@ class RoundSamples:
         """Forget, of these numbers of trees, which rounds were not tried for many others; return
         whether there was any.
         """
-        is_old = self._noted_at_s < now_s - _LEAST_PATIENCE_S
-        is_old &= self._noted_round < self._round - self._patience
+        is_old = self._noted_round < self._round - self._patience
+        is_old &= self._noted_at_s < now_s - _LEAST_PATIENCE_S
+        is_old &= self._num_rounds > 0
+        if not is_old[1:, buckets].any():
+            return False
         is_tried = self._forget(is_old, buckets)
         self._patience[is_tried] = np.minimum(2 * self._patience[is_tried], _LAST_PATIENCE)
         return bool(is_tried.any())
@@ -141,7 +144,7 @@ class RoundSamples:
             return None
         samples = (*place, slice(count))
         beside_s = self._beside_s(samples, host_s) if place[0] else self._host_s(samples)
-        return max(float(np.sort(beside_s)[self._counted[count]]), 0.0)
+        return max(sorted(beside_s.tolist())[self._counted[count]], 0.0)
 
     def entries(self, host_s: Floats) -> Floats:
         """Return what is known of all places, as `entry` does; NaN: nothing yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,18 +39,60 @@ class TreeShapes:
     def note_step(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
     ) -> None:
-        """Learn from a step that was read; its rounds are not committed yet.
+        """Take note of a step that was read, to learn from it later; its rounds are ordered and not
+        committed yet.
 
         Args:
             is_clean: It had no rows but those of the trees.
         """
 
+    def learn(self) -> None:
+        """Learn from the step that was noted, and decide about trees that are ordered later."""
+
     def note_targets(self, num_targets: int) -> None:
         """Take note of how many targets the draft grows trees for; 0: not said."""
 
 
+class _NotedRound(NamedTuple):
+    """What a request whose round has ended was like before the commit.
+
+    Args:
+        row: Of the step.
+        progress: Of its draft; None: none was attached.
+        credit: As the draft had it.
+        num_grown: As of TargetRequest.
+    """
+
+    row: int
+    progress: Progress | None
+    credit: PeerTrees | None
+    num_grown: int
+
+
+class _NotedStep(NamedTuple):
+    """A step to learn from.
+
+    Args:
+        rounds: Not of prompts that end, nor of requests that have ended.
+        wanted: By slot, the rungs that were decided last.
+        num_running: Requests, in this step or in others.
+        num_asked: Of these, drafts that were asked for their first trees.
+        is_clean: As of `TreeShapes.note_step`.
+    """
+
+    trees: SampledTrees
+    nodes: Sequence[AcceptedNodes]
+    rounds: list[_NotedRound]
+    wanted: list[int | None]
+    num_running: int
+    num_asked: int
+    is_clean: bool
+
+
 class BudgetedShapes(TreeShapes):
     """Shapes of credits that adapt are what a budget decides, within the credit's own.
+
+    It decides in `learn`, and at once only for a request that nothing was decided for yet.
 
     Args:
         requests: Of the engine.
@@ -69,6 +112,9 @@ class BudgetedShapes(TreeShapes):
         # None: it was not asked yet, or only before the request had credit for trees.
         self._owners: list[TargetRequest | None] = [None] * len(budget.rungs)
         self._wanted: list[int | None] = [None] * len(budget.rungs)
+        # By slot, that rung within a credit; None: it was not looked up.
+        self._shapes: list[tuple[PeerTrees, TreeShape | None] | None] = [None] * len(budget.rungs)
+        self._noted: _NotedStep | None = None
 
     def begin(self, request: TargetRequest) -> bool:
         if request.req_idx >= 0:
@@ -78,65 +124,93 @@ class BudgetedShapes(TreeShapes):
     def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
         if not credit.adapts:
             return credit.shape
+        slot = request.req_idx
         self._note_owner(request)
-        if self._wanted[request.req_idx] is None or self._budget.is_due:
+        if self._wanted[slot] is None:
             self._decide()
-        rung = self._wanted[request.req_idx]
-        # The credit may be another one by now.
-        return (
-            rung_within(min(rung, num_rungs_within(credit.shape)), credit.shape) if rung else None
-        )
+        known = self._shapes[slot]
+        if known is None or known[0] is not credit:  # it may be another one by now
+            known = self._shapes[slot] = credit, self._shape(self._wanted[slot], credit.shape)
+        return known[1]
+
+    @staticmethod
+    def _shape(rung: int | None, largest: TreeShape) -> TreeShape | None:
+        return rung_within(min(rung, num_rungs_within(largest)), largest) if rung else None
 
     def note_step(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
     ) -> None:
-        count = sum([request.phase is Phase.RUNNING for request in trees.requests])
-        paths = nodes[:count]  # prompts that end come last
-        for request in trees.requests[:count]:
-            self._note_owner(request)
+        if self._noted is not None:
+            self._learn(self._noted)
+        rounds = []
+        for row, request in enumerate(trees.requests):
+            if request.phase is Phase.RUNNING:
+                self._note_owner(request)
+                peer = request.draft
+                progress, credit = (None, None) if peer is None else (peer.progress, peer.credit)
+                rounds.append(_NotedRound(row, progress, credit, request.num_grown))
         running = [r for r in self._requests.values() if r.phase is Phase.RUNNING]
-        num_requests = len(running)
-        if trees.num_on_device or any([path.num_nodes > 1 for path in paths]):
-            num_unlike = sum(map(_is_catching_up, running))
+        self._noted = _NotedStep(
+            trees,
+            nodes,
+            rounds,
+            wanted=self._wanted.copy(),
+            num_running=len(running),
+            num_asked=sum(map(_is_catching_up, running)),
+            is_clean=is_clean,
+        )
+
+    def learn(self) -> None:
+        noted, self._noted = self._noted, None
+        if noted is not None:
+            self._learn(noted)
+            if self._budget.is_due:
+                self._decide()
+
+    def _learn(self, noted: _NotedStep) -> None:
+        trees, nodes = noted.trees, noted.nodes
+        requests, slots, num_rows = trees.requests, trees.req_idx, trees.num_nodes
+        rounds = [r for r in noted.rounds if self._owners[slots[r.row]] is requests[r.row]]
+        if trees.num_on_device or any([nodes[r.row].num_nodes > 1 for r in rounds]):
+            num_unlike = noted.num_asked
         else:
-            num_unlike = count - sum(map(_does_without, trees.requests[:count]))
+            num_unlike = sum([not _does_without(requests[r.row], r.progress) for r in rounds])
+        columns = [
+            (
+                slots[r.row],
+                r.num_grown or nodes[r.row].num_nodes,
+                len(nodes[r.row].token_ids) - 1,
+                noted.wanted[slots[r.row]] or 0 if _is_waited_for(r) else 0,
+                _most_steps(r.credit),
+            )
+            for r in rounds
+        ]
+        of_slot, num_nodes, num_accepted, waited_rungs, num_steps = (
+            np.array(columns, dtype=np.int64).reshape(-1, 5).T
+        )
         self._budget.note_step(
-            np.array(trees.req_idx[:count], dtype=np.int64),
-            np.array(
-                [
-                    request.num_grown or path.num_nodes
-                    for request, path in zip(trees.requests, paths, strict=False)
-                ],
-                dtype=np.int64,
-            ),
-            np.array([len(path.token_ids) - 1 for path in paths], dtype=np.int64),
+            of_slot,
+            num_nodes,
+            num_accepted,
             StepTimes(
-                num_rows=sum(trees.num_nodes[:count]),
-                num_requests=num_requests,
-                waited_rungs=np.array(
-                    list(map(self._waited_rung, trees.requests[:count])), dtype=np.int64
-                ),
-                has_prompts=not is_clean,
-                is_clean=is_clean and num_unlike * _UNLIKE_SHARE <= num_requests,
+                num_rows=sum([num_rows[r.row] for r in rounds]),
+                num_requests=noted.num_running,
+                waited_rungs=waited_rungs,
+                has_prompts=not noted.is_clean,
+                is_clean=noted.is_clean and num_unlike * _UNLIKE_SHARE <= noted.num_running,
             ),
-            num_steps=np.array(list(map(_most_steps, trees.requests[:count])), dtype=np.int64),
+            num_steps=num_steps,
         )
 
     def note_targets(self, num_targets: int) -> None:
         self._budget.costs.num_targets = max(num_targets, 1)
-
-    def _waited_rung(self, request: TargetRequest) -> int:
-        """Return the rung of the tree that the newest round of a request has waited for."""
-        if request.draft is None or not request.draft.is_waited_for:
-            return 0
-        return self._wanted[request.req_idx] or 0
 
     def _note_owner(self, request: TargetRequest) -> None:
         """Take note of who holds a slot."""
         slot = request.req_idx
         if self._owners[slot] is not request:
             self._owners[slot] = request
-            self._wanted[slot] = None
+            self._wanted[slot] = self._shapes[slot] = None
             self._budget.begin(slot)
 
     def _decide(self) -> None:
@@ -167,7 +241,8 @@ class BudgetedShapes(TreeShapes):
             num_coming=num_coming,
         )
         for slot, rung in zip(slots, self._budget.rungs[places].tolist(), strict=True):
-            self._wanted[slot] = rung
+            if rung != self._wanted[slot]:
+                self._wanted[slot], self._shapes[slot] = rung, None
 
 
 def _fixed_rounds(num_roots: int, shapes: Sequence[TreeShape]) -> FixedRounds:
@@ -182,25 +257,31 @@ def _fixed_rounds(num_roots: int, shapes: Sequence[TreeShape]) -> FixedRounds:
     )
 
 
-def _most_steps(request: TargetRequest) -> int:
-    """Return how many steps the trees of a request have at most; 0: they are none of the ladder's,
-    whose sizes say which they are.
+def _most_steps(credit: PeerTrees | None) -> int:
+    """Return how many steps trees of a credit have at most; 0: they are none of the ladder's, whose
+    sizes say which they are.
     """
-    credit = None if request.draft is None else request.draft.credit
     if credit is None:
         return 0
     is_rung = credit.adapts or has_size_of_rung(credit.shape)
     return credit.shape.num_steps if is_rung else 0
 
 
-def _does_without(request: TargetRequest) -> bool:
-    """Return whether a request has no trees for a while, and not just none in its last rounds, for
+def _is_waited_for(noted: _NotedRound) -> bool:
+    """Return whether the newest round of a request has waited for a tree."""
+    return noted.progress is Progress.CAUGHT_UP and noted.credit is not None
+
+
+def _does_without(request: TargetRequest, progress: Progress | None) -> bool:
+    """Return whether a request had no trees for a while, and not just none in its last rounds, for
     which its host waits.
+
+    Args:
+        progress: Of its draft; None: none was attached.
     """
-    peer = request.draft
-    if peer is None:
+    if progress is None:
         return request.peer_trees is None and not request.open.wants_features
-    return peer.progress is Progress.RESTING
+    return progress is Progress.RESTING
 
 
 def _is_catching_up(request: TargetRequest) -> bool:

@@ -22,13 +22,25 @@ LARGEST = LADDER[-1]
 
 
 class Noted(TreeBudget):
-    """Keeps what it hears of the last step."""
+    """Keeps what it hears of the last step, and counts what it is asked."""
 
     times: StepTimes
+    slots: list[int]
     num_steps: list[int]
+    num_begun = 0
+    num_decisions = 0
+
+    def begin(self, slot: int) -> None:
+        self.num_begun += 1
+        super().begin(slot)
+
+    def decide(self, *args: Any, **kwargs: Any) -> None:
+        self.num_decisions += 1
+        super().decide(*args, **kwargs)
 
     def note_step(self, *step: Any, num_steps: Any = None) -> None:
-        self.times, self.num_steps = step[3], num_steps.tolist()
+        self.slots, self.times, self.num_steps = step[0].tolist(), step[3], num_steps.tolist()
+        super().note_step(*step, num_steps=num_steps)
 
 
 def request(
@@ -55,11 +67,15 @@ def request(
     )
 
 
-def noted(requests: list[Any], num_nodes: list[int], *, num_on_device: int = 0) -> Noted:
-    """Return what a budget hears of a step of these requests, whose steps had no prompts."""
+def budget_of(num_slots: int) -> Noted:
     costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
-    budget = Noted(costs, LADDER, len(requests), clock=lambda: 0.0)
-    shapes = BudgetedShapes({str(one.req_idx): one for one in requests}, budget)
+    return Noted(costs, LADDER, num_slots, clock=lambda: 0.0)
+
+
+def note(
+    shapes: BudgetedShapes, requests: list[Any], num_nodes: list[int], *, num_on_device: int = 0
+) -> None:
+    """Let shapes take note of a step of these requests, which had no prompts."""
     trees = SimpleNamespace(
         requests=requests,
         req_idx=[one.req_idx for one in requests],
@@ -68,6 +84,14 @@ def noted(requests: list[Any], num_nodes: list[int], *, num_on_device: int = 0) 
     )
     paths = [AcceptedNodes(10, count, [0], [7]) for count in num_nodes]
     shapes.note_step(trees, paths, is_clean=True)  # type: ignore[arg-type]
+
+
+def noted(requests: list[Any], num_nodes: list[int], *, num_on_device: int = 0) -> Noted:
+    """Return what a budget hears of a step of these requests, whose steps had no prompts."""
+    budget = budget_of(len(requests))
+    shapes = BudgetedShapes({str(one.req_idx): one for one in requests}, budget)
+    note(shapes, requests, num_nodes, num_on_device=num_on_device)
+    shapes.learn()
     return budget
 
 
@@ -142,11 +166,112 @@ def test_a_draft_of_releases_that_do_not_say_it_has_one_target() -> None:
 
 def test_a_request_that_gets_its_credit_between_decisions_does_not_rest_until_the_next() -> None:
     """Its first round had the root alone, and others were decided for meanwhile."""
-    costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
     old, newcomer = request(0, Progress.CAUGHT_UP), request(1, Progress.BEHIND)
     credit, newcomer.draft.credit = newcomer.draft.credit, None
     requests = {str(one.req_idx): one for one in (old, newcomer)}
-    shapes = BudgetedShapes(requests, TreeBudget(costs, LADDER, 2, clock=lambda: 0.0))
+    shapes = BudgetedShapes(requests, budget_of(2))
     assert shapes.of(old, old.draft.credit) is not None
     newcomer.draft.credit = credit
     assert shapes.of(newcomer, credit) is not None
+
+
+def test_whoever_has_a_tree_waits_for_no_decision() -> None:
+    """They are made when everything is sent, for the orders after it."""
+    budget = budget_of(2)
+    requests = [request(slot, Progress.CAUGHT_UP) for slot in range(2)]
+    shapes = BudgetedShapes({str(one.req_idx): one for one in requests}, budget)
+    assert all(shapes.of(one, one.draft.credit) is not None for one in requests)
+    assert budget.num_decisions == 1  # nothing was decided for either
+    decided_after = []
+    for round_idx in range(1, 13):
+        note(shapes, requests, [4, 4])
+        num_decisions = budget.num_decisions
+        assert all(shapes.of(one, one.draft.credit) is not None for one in requests)
+        assert budget.num_decisions == num_decisions
+        shapes.learn()
+        if budget.num_decisions > num_decisions:
+            decided_after.append(round_idx)
+    assert decided_after == [3, 7, 11]  # the first time because there are no prompts any more
+    shapes.learn()  # of no step
+    assert budget.num_decisions == 4
+
+
+def test_nobody_waits_for_what_is_decided_for_a_newcomer() -> None:
+    """It has no credit for trees yet."""
+    budget = budget_of(2)
+    old, newcomer = request(0, Progress.CAUGHT_UP), request(1, Progress.BEHIND)
+    newcomer.draft.credit = None
+    requests = {"0": old}
+    shapes = BudgetedShapes(requests, budget)
+    shapes.of(old, old.draft.credit)
+    requests["1"] = newcomer
+    note(shapes, [old, newcomer], [4, 1])
+    assert budget.is_due
+    shapes.of(old, old.draft.credit)
+    assert budget.num_decisions == 1
+    shapes.learn()
+    assert budget.num_decisions == 2 and not budget.is_due
+
+
+def test_another_credit_cuts_what_was_decided() -> None:
+    one = request(0, Progress.CAUGHT_UP)
+    shapes = BudgetedShapes({"0": one}, budget_of(1))
+    assert shapes.of(one, one.draft.credit) == LARGEST
+    for shape in (LADDER[2], LADDER[4], LARGEST):
+        credit = PeerTrees(shape=shape, draft_epoch=1, adapts=True)
+        assert shapes.of(one, credit) == shapes.of(one, credit) == shape
+
+
+def test_what_a_step_was_like_is_looked_at_before_its_commit() -> None:
+    """Afterwards a request may rest, or have ended."""
+    budget = budget_of(2)
+    waited, ended = request(0, Progress.CAUGHT_UP), request(1, Progress.CAUGHT_UP)
+    requests = {"0": waited, "1": ended}
+    shapes = BudgetedShapes(requests, budget)
+    rungs = [LADDER.index(shapes.of(one, one.draft.credit)) + 1 for one in (waited, ended)]
+    note(shapes, [waited, ended], [1, 1], num_on_device=2)
+    waited.draft.progress = Progress.RESTING
+    ended.phase, ended.req_idx, ended.draft.credit = Phase.WAITING, -1, None
+    del requests["1"]
+    shapes.learn()
+    assert budget.slots == [0, 1]
+    assert budget.times.waited_rungs.tolist() == rungs
+    assert (budget.times.num_requests, budget.num_steps) == (2, [6, 6])
+
+
+def test_a_request_that_ended_before_its_round_says_nothing() -> None:
+    """It has no slot any more, and those after it in the step count."""
+    budget = budget_of(3)
+    requests = [request(slot, Progress.CAUGHT_UP) for slot in range(3)]
+    shapes = BudgetedShapes({str(one.req_idx): one for one in requests}, budget)
+    for one in requests:
+        shapes.of(one, one.draft.credit)
+    num_begun = budget.num_begun
+    trees = SimpleNamespace(
+        requests=requests, req_idx=[0, 1, 2], num_nodes=[4, 7, 8], num_on_device=3
+    )
+    requests[1].phase, requests[1].req_idx = Phase.WAITING, -1
+    paths = [AcceptedNodes(10, count, [0], [7]) for count in trees.num_nodes]
+    shapes.note_step(trees, paths, is_clean=True)  # type: ignore[arg-type]
+    shapes.learn()
+    assert (budget.slots, budget.times.num_rows) == ([0, 2], 12)
+    assert budget.num_begun == num_begun
+
+
+def test_what_was_noted_of_a_slots_last_request_says_nothing_of_the_next() -> None:
+    budget = budget_of(2)
+    stays, leaves = request(0, Progress.CAUGHT_UP), request(1, Progress.CAUGHT_UP)
+    comes = request(1, Progress.BEHIND)
+    requests = {"0": stays, "1": leaves}
+    shapes = BudgetedShapes(requests, budget)
+    for one in (stays, leaves):
+        shapes.of(one, one.draft.credit)
+    note(shapes, [stays, leaves], [4, 4])
+    leaves.phase, leaves.req_idx = Phase.WAITING, -1
+    requests["1"] = comes
+    shape, num_begun = shapes.of(comes, comes.draft.credit), budget.num_begun
+    assert num_begun == 3 and shape is not None
+    shapes.learn()
+    assert budget.slots == [0]
+    assert budget.num_begun == num_begun
+    assert shapes.of(comes, comes.draft.credit) == shape

@@ -485,7 +485,7 @@ def test_deep_trees_of_many_requests_are_not_expected_to_be_cheap(count: int) ->
         kind = RoundKind(count, num_rows, rung, count if rung else 0)
         for round_idx in range(9):
             costs.note_round(kind, world.round_s(rungs), 1.0 + 0.02 * round_idx)
-    guess_s = float(costs.draft_s(5, np.array(count), count, 8.0 * count))
+    guess_s = costs.draft_s(RoundKind(count, 8 * count, 5, count))
     assert 0.75 * world.draft_s(5, count) < guess_s < 1.25 * world.draft_s(5, count)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -259,6 +260,66 @@ def test_a_budget_decides_in_an_engine(make: Make, tree_s: float, *, has_trees: 
         assert num_trees > num_rounds(requests) // 2
     else:
         assert num_trees < num_rounds(requests) // 2
+
+
+class WatchedShapes(TimedShapes):
+    """Writes down when it decides."""
+
+    def __init__(self, target: TargetEngine, events: list[str]) -> None:
+        super().__init__(target, tree_s=0.0)
+        decide = self._budget.decide
+        self._events, self._is_learning = events, False
+
+        def watched(*args: Any, **kwargs: Any) -> None:
+            events.append("decide" if self._is_learning else "decide at once")
+            decide(*args, **kwargs)
+
+        self._budget.decide = watched  # type: ignore[method-assign]
+
+    def learn(self) -> None:
+        self._events.append("learn")
+        self._is_learning = True
+        super().learn()
+        self._is_learning = False
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_no_order_waits_for_a_decision(
+    make: Make, monkeypatch: pytest.MonkeyPatch, *, overlaps: bool
+) -> None:
+    """Each is made behind the launch, the orders and the answers of its step."""
+    events: list[str] = []
+
+    def watch(owner: object, name: str) -> None:
+        method = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            events.append(name)
+            result = method(*args, **kwargs)
+            if name == "step":
+                events.append("end")
+            return result
+
+        monkeypatch.setattr(owner, name, watched)
+
+    target, draft, _ = make("eagle")
+    target.scheduler.overlaps_steps = overlaps
+    source = target.source
+    assert isinstance(source, PeerRounds)
+    choose(target, WatchedShapes(target, events))
+    watch(target.pipeline, "step")
+    watch(target.runner, "compute")
+    watch(source, "_put_paths")
+    watch(source, "order")
+    requests = [replace(r, max_new_tokens=60) for r in requests_of(3, 0, LARGEST)]
+    pair = DevicePair(target, draft, adapts=True)
+    pair.run(requests)
+    steps = [step.split("end|")[0] for step in "|".join([*events, ""]).split("step|")[1:]]
+    decided = [step for step in steps if step.endswith("learn|decide|")]
+    assert sum(step.count("|decide|") for step in steps) == len(decided) > 5
+    launched = [step for step in decided if "compute|" in step and "_put_paths|" in step]
+    assert len(launched) > len(decided) // 2
+    assert events.count("decide at once") <= len(requests)
 
 
 def test_a_shape_that_is_asked_for_is_kept(make: Make) -> None:
