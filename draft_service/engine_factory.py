@@ -22,13 +22,13 @@ from shared.device import (
     dtype_name,
     kv_dtype_name,
     max_batch_rows,
-    multiplies_fp8,
     resolve_device,
     resolve_dtype,
     resolve_kv_dtype,
 )
 from shared.errors import ConfigError
 from shared.grammar.grammars import Grammars
+from shared.kernels.dispatch import multiplies_fp8
 from shared.kernels.token_mask import compile_token_masks
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room

@@ -37,11 +37,6 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def multiplies_fp8(device: torch.device) -> bool:
-    """Return whether a device multiplies FP8 (e4m3) as it is: GPUs from Ada and Hopper on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def resolve_dtype(name: str, *, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
     """Return the torch dtype of a configured name; "auto" = float32 on a CPU, else the
     checkpoint's.

@@ -45,6 +45,14 @@ def dot_dtype(tensor: torch.Tensor) -> tl.dtype:
     return _DOT_DTYPES[tensor.dtype]
 
 
+@cache
+def multiplies_fp8(device: torch.device) -> bool:
+    """Return whether a device knows FP8 (e4m3): converts to it and multiplies it, as GPUs do from
+    Ada and Hopper on.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, dense and at a multiple of 16 bytes.
 

@@ -12,14 +12,13 @@ made is quantised before its products, once for all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
-from shared.kernels.dispatch import count_launch, dot_dtype, use_triton
+from shared.kernels.dispatch import count_launch, dot_dtype, multiplies_fp8, use_triton
 from shared.kernels.fp8_cache import to_e4m3
 from shared.kernels.fp8_experts import QuantizedExperts
 from shared.kernels.quantized import E4M3_MAX, QuantizedWeight
@@ -33,8 +32,6 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 _THREAD_VALUES = tl.constexpr(8)
 # So few rows leave a GPU idle: a program each, as quick as can be; more are to keep it busy.
 _FEW_ROWS = 128
-# The first GPUs that convert to e4m3 and multiply it, by compute capability.
-_KNOWS_FP8 = (8, 9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +40,7 @@ class Fp8Rows:
 
     Args:
         rows: [T, K], in a dtype of 16 bits.
-        values: [T, K] e4m3, where a GPU knows it, else bytes of it.
+        values: [T, K] e4m3, where a GPU multiplies it, else bytes of it.
         scales: [T] f32; NaN of a row that holds NaN or infinity.
     """
 
@@ -113,13 +110,6 @@ def row_operand(x: ProductRows, weight: object) -> RowOperand:
     return RowOperand(values=fp8.values, scales=fp8.scales, has_scales=True, dot=dot)
 
 
-@cache
-def _fp8_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of values in FP8 on a device."""
-    knows_it = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _KNOWS_FP8
-    return torch.float8_e4m3fn if knows_it else torch.uint8
-
-
 def empty_fp8(rows: torch.Tensor) -> Fp8Rows:
     """Return rows beside memory for their FP8, which a kernel is to fill.
 
@@ -127,9 +117,10 @@ def empty_fp8(rows: torch.Tensor) -> Fp8Rows:
         rows: [T, K], dense.
     """
     assert rows.dim() == 2 and rows.element_size() == 2
+    dtype = torch.float8_e4m3fn if multiplies_fp8(rows.device) else torch.uint8
     return Fp8Rows(
         rows=rows,
-        values=torch.empty(rows.shape, dtype=_fp8_dtype(rows.device), device=rows.device),
+        values=torch.empty(rows.shape, dtype=dtype, device=rows.device),
         scales=torch.empty(len(rows), dtype=torch.float32, device=rows.device),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -11,10 +12,10 @@ import torch
 
 from shared.kernels.dispatch import launch_counts, reset_launch_counts
 from shared.kernels.fp8_rows import wants_fp8_rows
-from shared.kernels.quantized import quantize
 from shared.models import attention, eagle3, experts, feed_forward, latent_attention
 from shared.models.draft import load_draft
 from shared.models.llama import CausalLM
+from shared.models.quantization import FP8, FP8_OUTPUT
 from tests import checkpoints, families
 from tests.checkpoints import Shape
 from tests.deepseek import write_deepseek
@@ -56,13 +57,10 @@ def target_run(directory: Path, device: torch.device) -> Run:
     return run
 
 
-def draft_run(
-    directory: Path, target: Path, device: torch.device, *, has_fp8_head: bool = False
-) -> Run:
+def draft_run(directory: Path, target: Path, device: torch.device, quantization: str = FP8) -> Run:
     """Load a draft. The run returns the logits of rows of random features."""
-    draft = load_draft("auto", directory, target, device=device, dtype=DTYPE, quantization="fp8")
-    if has_fp8_head:
-        draft._head = quantize(draft._head, has_fp8_rows=True)
+    place = {"device": device, "dtype": DTYPE}
+    draft = load_draft("auto", directory, target, quantization=quantization, **place)
     features = torch.randn(len(IDS), draft.feature_spec.width, device=device)
 
     def run() -> torch.Tensor:
@@ -120,7 +118,7 @@ def test_only_what_no_norm_made_is_quantised_by_itself(
     check(lambda: target_run(directory, device), monkeypatch, fused, alone)
 
 
-@pytest.mark.parametrize("has_fp8_head", [False, True])
+@pytest.mark.parametrize("quantization", [FP8, FP8_OUTPUT])
 @pytest.mark.parametrize(
     "options", [{}, {"norm_before_residual": True}, {"feeds_back_norm": True}, {"num_layers": 2}]
 )
@@ -129,10 +127,9 @@ def test_eagle3_heads(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, bool | int],
-    *,
-    has_fp8_head: bool,
+    quantization: str,
 ) -> None:
-    """An output layer reads its norm's FP8, if the norm is not what is fed back."""
+    """.. of which the output layer reads what its norm left, unless that is what is fed back."""
     target = write_llama(tmp_path / "target")
     directory = checkpoints.write_eagle3(
         tmp_path / "head",
@@ -140,13 +137,10 @@ def test_eagle3_heads(
         layer_ids=(0, 1),
         **options,  # type: ignore[arg-type]
     )
-    fused = 2 * int(options.get("num_layers", 1))
-    check(
-        lambda: draft_run(directory, target, device, has_fp8_head=has_fp8_head),
-        monkeypatch,
-        fused + int(has_fp8_head and "feeds_back_norm" in options),
-        2 * fused + int(has_fp8_head),
-    )
+    num_layers = int(options.get("num_layers", 1)) if quantization == FP8 else 0
+    fused = 2 * num_layers + int("feeds_back_norm" in options)
+    load = partial(draft_run, directory, target, device, quantization)
+    check(load, monkeypatch, fused, 4 * num_layers + 1)
 
 
 def test_eagle_heads_read_a_stream_without_a_norm(
@@ -154,14 +148,14 @@ def test_eagle_heads_read_a_stream_without_a_norm(
 ) -> None:
     target = write_llama(tmp_path / "target")
     directory = checkpoints.write_eagle(tmp_path / "head", target)
-    check(lambda: draft_run(directory, target, device), monkeypatch, 3, 4)
+    check(lambda: draft_run(directory, target, device), monkeypatch, 3 + 1, 4 + 1)
 
 
 def test_layers_of_multi_token_prediction(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_fp8(write_deepseek(tmp_path / "source"), tmp_path / "fp8", "block")
-    check(lambda: draft_run(directory, directory, device), monkeypatch, 3, 3 + 3 + 2)
+    check(lambda: draft_run(directory, directory, device), monkeypatch, 3 + 1, 3 + 3 + 2 + 1)
 
 
 def test_nothing_is_quantised_for_weights_in_16_bits(tmp_path: Path, device: torch.device) -> None:
@@ -173,9 +167,9 @@ def test_nothing_is_quantised_for_weights_in_16_bits(tmp_path: Path, device: tor
 
 def test_who_reads_rows_in_fp8_says_so(tmp_path: Path, device: torch.device) -> None:
     directory = write_llama(tmp_path)
-    for quantization in ("", "fp8"):
+    for quantization in ("", FP8):
         model = CausalLM.from_checkpoint(directory, device, DTYPE, quantization=quantization)
         for layer in model._layers:
             wants = wants_fp8_rows(layer._attention._qkv)
-            assert wants == (quantization == "fp8")
+            assert wants == (quantization == FP8)
             assert layer._attention.reads_fp8_rows == layer._feed_forward.reads_fp8_rows == wants

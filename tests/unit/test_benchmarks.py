@@ -70,7 +70,7 @@ KERNELS = [
             marks=pytest.mark.exhaustive,  # tests/unit/test_inflate.py proves the same, to the bit
         ),
         pytest.param(
-            *(fp8, "--shape small --products o --rows 1 --step-rows 1", 5),
+            *(fp8, "--shape small --products o --rows 1 --step-rows 1", 5 + 3),
             marks=pytest.mark.exhaustive,  # tests/kernels/test_linear_quantized.py has the products
         ),
         pytest.param(
