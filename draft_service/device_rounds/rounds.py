@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from draft_service.device_rounds.lent_rows import LentRows
 from draft_service.device_rounds.mailbox_io import stage_posts
 from draft_service.device_rounds.overlap import OverlapRunner, following_shapes
+from draft_service.device_rounds.rows_memory import LentRows
 from draft_service.path_source import ConfirmedTrees, PathSource, PostTrees
 from draft_service.request import DeviceTree, DraftRequest
 from draft_service.runner import STAGED_BYTES, DraftRunner

@@ -3,7 +3,7 @@
 Whose GPU it is lends it: allocates it, and sends a handle of it, which costs nothing. The other one
 borrows it: maps it, and hands its address to kernels. Neither has to see the other's GPU, so
 CUDA_VISIBLE_DEVICES may hide it ("may not be visible in the process calling the API"); a container
-without it, or in another IPC namespace, cannot map it, nor can a GPU without access to it.
+without it, or in other namespaces, cannot map it, nor can a GPU without access to it.
 
 CUDA promises that the memory is there until it is freed, and wants all to have unmapped it before
 that. Of a lender that dies it says nothing. What is relied upon is that the driver counts who has

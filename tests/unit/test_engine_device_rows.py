@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from coppice.v1 import peer_pb2
-from draft_service.device_rounds.lent_rows import LentRows
 from draft_service.device_rounds.mailbox_io import MailboxPaths
 from draft_service.device_rounds.rounds import DeviceRounds
+from draft_service.device_rounds.rows_memory import LentRows
 from draft_service.engine import DraftEngine
 from shared.errors import InvalidArgumentError
 from shared.messages import RowsAnswer, RowsOffer, from_proto
