@@ -26,6 +26,7 @@ from shared.messages import (
     FeatureChunk,
     PathBatch,
     RequestFailure,
+    RowsAnswer,
     WorkerInfo,
     WorkerLoad,
     check_shape,
@@ -159,6 +160,8 @@ class DraftEngine:
                     self._take_features(message)
                 case RequestFailure():
                     self._lose_features(message)
+                case RowsAnswer() if channel is not None:
+                    self.source.take_answer(channel, is_taken=message.is_taken)
                 case PathBatch() if channel is not None:
                     self._peers.take_paths(channel, message)
                 case PeerLost() if channel is not None:

@@ -55,6 +55,13 @@ class PathSource:
     def connect(self, socket_name: str, channel: PeerChannel) -> None:
         """Look for the mailbox of the target at the other end of a new channel."""
 
+    def take_answer(self, channel: PeerChannel, *, is_taken: bool) -> None:
+        """Take note of where a target's device writes the feature rows of paths.
+
+        Args:
+            is_taken: To the memory that was offered; False: to the target's mailbox.
+        """
+
     def disconnect(self, channel: PeerChannel) -> None:
         """Leave the mailbox of a target that is gone."""
 

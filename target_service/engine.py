@@ -18,6 +18,7 @@ from shared.messages import (
     FeatureUnsubscribe,
     PeerAttach,
     PeerDetach,
+    RowsOffer,
     TargetClose,
     TargetOpen,
     TreeBatch,
@@ -227,6 +228,8 @@ class TargetEngine:
                     self.features.subscribe(message, channel)
                 case FeatureAck():
                     self.features.acknowledge(message, channel)
+                case RowsOffer():
+                    self.source.take_offer(channel, message)
                 case PeerAttach():
                     check_protocol(message.protocol_version, who="the draft")
                     self.source.attach(message, channel)
@@ -235,6 +238,7 @@ class TargetEngine:
                 case PeerLost():
                     for request in self.requests.values():
                         self._lose_draft(request, channel)
+                    self.source.lose(channel)
                 case _:
                     raise TypeError(f"a target engine takes no {type(message).__name__} of a peer")
         except CoppiceError as error:

@@ -89,7 +89,8 @@ class MailboxPaths:
 
     Args:
         words: [S, MAX_PATH] i64, the mailbox's paths.
-        rows: [2, S, MAX_PATH, W], its feature rows; None: drafts take none.
+        rows: [B] i64, addresses of the feature rows of each request's draft, [2, S, MAX_PATH, W];
+            None: drafts take none.
         slot, round_tag: [B] i32, place and number of each path; slot -1: it is not posted.
     """
 
@@ -162,7 +163,10 @@ class VerifyInput:
         tensors = [self.req_idx, self.seq_len, self.logit_rows, self.node_rows, self.token_ids]
         tensors += [self.parent_index, self.position, *self.sampling.columns]
         paths = self.mailbox_paths
-        return tensors if paths is None else [*tensors, paths.slot, paths.round_tag]
+        if paths is None:
+            return tensors
+        rows = [] if paths.rows is None else [paths.rows]
+        return [*tensors, paths.slot, paths.round_tag, *rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

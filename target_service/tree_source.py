@@ -17,7 +17,7 @@ import torch
 
 from shared.errors import InvalidTreeError
 from shared.kernels.mailbox_trees import TakenTrees
-from shared.messages import PeerAttach, PeerTree, TreeBatch
+from shared.messages import PeerAttach, PeerTree, RowsOffer, TreeBatch
 from shared.peer.channel import PeerChannel
 from shared.step.staging import Staging
 from target_service.batch_window import BatchWindow
@@ -48,6 +48,12 @@ class TreeSource:
 
     def attach(self, message: PeerAttach, channel: PeerChannel) -> None:
         """Take note of a draft whose engine can be asked for a request's trees."""
+
+    def take_offer(self, channel: PeerChannel, offer: RowsOffer) -> None:
+        """Decide whether feature rows go to memory of a draft's device, and tell the draft."""
+
+    def lose(self, channel: PeerChannel) -> None:
+        """Leave the memory of a draft whose channel has ended, and whose requests have none."""
 
     def take_credit(self, request: TargetRequest) -> None:
         """Order the trees of the request's credit from now on, if its draft is attached."""

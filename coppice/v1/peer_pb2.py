@@ -27,7 +27,7 @@ from coppice.v1 import target_pb2 as coppice_dot_v1_dot_target__pb2
 from coppice.v1 import tree_pb2 as coppice_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63oppice/v1/peer.proto\x12\ncoppice.v1\x1a\x16\x63oppice/v1/draft.proto\x1a\x17\x63oppice/v1/target.proto\x1a\x15\x63oppice/v1/tree.proto\"\xe0\x01\n\x0cPeerToTarget\x12(\n\x08\x61ttaches\x18\x01 \x03(\x0b\x32\x16.coppice.v1.PeerAttach\x12\x30\n\nsubscribes\x18\x02 \x03(\x0b\x32\x1c.coppice.v1.FeatureSubscribe\x12$\n\x04\x61\x63ks\x18\x03 \x03(\x0b\x32\x16.coppice.v1.FeatureAck\x12$\n\x05trees\x18\x04 \x03(\x0b\x32\x15.coppice.v1.TreeBatch\x12(\n\x08\x64\x65taches\x18\x05 \x03(\x0b\x32\x16.coppice.v1.PeerDetach\"\xba\x01\n\x0bPeerToDraft\x12(\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x18.coppice.v1.FeatureChunk\x12,\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x1a.coppice.v1.RequestFailure\x12&\n\x06rounds\x18\x03 \x03(\x0b\x32\x16.coppice.v1.DraftRound\x12+\n\x0cpath_batches\x18\x04 \x03(\x0b\x32\x15.coppice.v1.PathBatch\"\x83\x03\n\tPathBatch\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x15\n\rtarget_epochs\x18\x02 \x03(\x05\x12\x14\n\x0c\x64raft_epochs\x18\x03 \x03(\x05\x12\x11\n\tround_idx\x18\x04 \x03(\x05\x12\x10\n\x08seq_lens\x18\x05 \x03(\x05\x12\x12\n\nnum_tokens\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\x11\n\tnum_steps\x18\x08 \x01(\x05\x12\x0c\n\x04topk\x18\t \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\n \x01(\x05\x12)\n\x06handle\x18\x0b \x01(\x0b\x32\x19.coppice.v1.FeatureHandle\x12\x15\n\rmailbox_slots\x18\x0c \x03(\x05\x12\x12\n\nround_tags\x18\r \x03(\x05\x12\x1b\n\x13\x66ollowing_num_steps\x18\x0e \x01(\x05\x12\x16\n\x0e\x66ollowing_topk\x18\x0f \x01(\x05\x12\"\n\x1a\x66ollowing_num_draft_tokens\x18\x10 \x01(\x05\"\xd2\x02\n\tTreeBatch\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x15\n\rtarget_epochs\x18\x02 \x03(\x05\x12\x14\n\x0c\x64raft_epochs\x18\x03 \x03(\x05\x12\x11\n\tround_idx\x18\x04 \x03(\x05\x12\x10\n\x08seq_lens\x18\x05 \x03(\x05\x12\x11\n\tnum_nodes\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\x14\n\x0cparent_index\x18\x08 \x03(\x05\x12/\n\x05times\x18\t \x03(\x0b\x32 .coppice.v1.TreeBatch.TimesEntry\x12\x15\n\ris_overlapped\x18\n \x01(\x08\x12\x13\n\x0bnum_targets\x18\x0b \x01(\x05\x1a\x45\n\nTimesEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.coppice.v1.AnswerTimes:\x02\x38\x01\"\xa2\x01\n\nPeerAttach\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\x12\x13\n\x0bhas_mailbox\x18\x04 \x01(\x08\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\x12\x18\n\x10protocol_version\x18\x06 \x01(\x05\x12\x12\n\nshares_gpu\x18\x07 \x01(\x08\"K\n\nPeerDetach\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63oppice/v1/peer.proto\x12\ncoppice.v1\x1a\x16\x63oppice/v1/draft.proto\x1a\x17\x63oppice/v1/target.proto\x1a\x15\x63oppice/v1/tree.proto\"\x8c\x02\n\x0cPeerToTarget\x12(\n\x08\x61ttaches\x18\x01 \x03(\x0b\x32\x16.coppice.v1.PeerAttach\x12\x30\n\nsubscribes\x18\x02 \x03(\x0b\x32\x1c.coppice.v1.FeatureSubscribe\x12$\n\x04\x61\x63ks\x18\x03 \x03(\x0b\x32\x16.coppice.v1.FeatureAck\x12$\n\x05trees\x18\x04 \x03(\x0b\x32\x15.coppice.v1.TreeBatch\x12(\n\x08\x64\x65taches\x18\x05 \x03(\x0b\x32\x16.coppice.v1.PeerDetach\x12*\n\x0brows_offers\x18\x06 \x03(\x0b\x32\x15.coppice.v1.RowsOffer\"\xe8\x01\n\x0bPeerToDraft\x12(\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x18.coppice.v1.FeatureChunk\x12,\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32\x1a.coppice.v1.RequestFailure\x12&\n\x06rounds\x18\x03 \x03(\x0b\x32\x16.coppice.v1.DraftRound\x12+\n\x0cpath_batches\x18\x04 \x03(\x0b\x32\x15.coppice.v1.PathBatch\x12,\n\x0crows_answers\x18\x05 \x03(\x0b\x32\x16.coppice.v1.RowsAnswer\"\x83\x03\n\tPathBatch\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x15\n\rtarget_epochs\x18\x02 \x03(\x05\x12\x14\n\x0c\x64raft_epochs\x18\x03 \x03(\x05\x12\x11\n\tround_idx\x18\x04 \x03(\x05\x12\x10\n\x08seq_lens\x18\x05 \x03(\x05\x12\x12\n\nnum_tokens\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\x11\n\tnum_steps\x18\x08 \x01(\x05\x12\x0c\n\x04topk\x18\t \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\n \x01(\x05\x12)\n\x06handle\x18\x0b \x01(\x0b\x32\x19.coppice.v1.FeatureHandle\x12\x15\n\rmailbox_slots\x18\x0c \x03(\x05\x12\x12\n\nround_tags\x18\r \x03(\x05\x12\x1b\n\x13\x66ollowing_num_steps\x18\x0e \x01(\x05\x12\x16\n\x0e\x66ollowing_topk\x18\x0f \x01(\x05\x12\"\n\x1a\x66ollowing_num_draft_tokens\x18\x10 \x01(\x05\"\xd2\x02\n\tTreeBatch\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x15\n\rtarget_epochs\x18\x02 \x03(\x05\x12\x14\n\x0c\x64raft_epochs\x18\x03 \x03(\x05\x12\x11\n\tround_idx\x18\x04 \x03(\x05\x12\x10\n\x08seq_lens\x18\x05 \x03(\x05\x12\x11\n\tnum_nodes\x18\x06 \x03(\x05\x12\x11\n\ttoken_ids\x18\x07 \x03(\x05\x12\x14\n\x0cparent_index\x18\x08 \x03(\x05\x12/\n\x05times\x18\t \x03(\x0b\x32 .coppice.v1.TreeBatch.TimesEntry\x12\x15\n\ris_overlapped\x18\n \x01(\x08\x12\x13\n\x0bnum_targets\x18\x0b \x01(\x05\x1a\x45\n\nTimesEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.coppice.v1.AnswerTimes:\x02\x38\x01\"\xa2\x01\n\nPeerAttach\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\x12\x13\n\x0bhas_mailbox\x18\x04 \x01(\x08\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\x12\x18\n\x10protocol_version\x18\x06 \x01(\x05\x12\x12\n\nshares_gpu\x18\x07 \x01(\x08\"K\n\nPeerDetach\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0ctarget_epoch\x18\x02 \x01(\x05\x12\x13\n\x0b\x64raft_epoch\x18\x03 \x01(\x05\";\n\tRowsOffer\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0b\n\x03gpu\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03\"\x1e\n\nRowsAnswer\x12\x10\n\x08is_taken\x18\x01 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,17 +37,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TREEBATCH_TIMESENTRY']._loaded_options = None
   _globals['_TREEBATCH_TIMESENTRY']._serialized_options = b'8\001'
   _globals['_PEERTOTARGET']._serialized_start=110
-  _globals['_PEERTOTARGET']._serialized_end=334
-  _globals['_PEERTODRAFT']._serialized_start=337
-  _globals['_PEERTODRAFT']._serialized_end=523
-  _globals['_PATHBATCH']._serialized_start=526
-  _globals['_PATHBATCH']._serialized_end=913
-  _globals['_TREEBATCH']._serialized_start=916
-  _globals['_TREEBATCH']._serialized_end=1254
-  _globals['_TREEBATCH_TIMESENTRY']._serialized_start=1185
-  _globals['_TREEBATCH_TIMESENTRY']._serialized_end=1254
-  _globals['_PEERATTACH']._serialized_start=1257
-  _globals['_PEERATTACH']._serialized_end=1419
-  _globals['_PEERDETACH']._serialized_start=1421
-  _globals['_PEERDETACH']._serialized_end=1496
+  _globals['_PEERTOTARGET']._serialized_end=378
+  _globals['_PEERTODRAFT']._serialized_start=381
+  _globals['_PEERTODRAFT']._serialized_end=613
+  _globals['_PATHBATCH']._serialized_start=616
+  _globals['_PATHBATCH']._serialized_end=1003
+  _globals['_TREEBATCH']._serialized_start=1006
+  _globals['_TREEBATCH']._serialized_end=1344
+  _globals['_TREEBATCH_TIMESENTRY']._serialized_start=1275
+  _globals['_TREEBATCH_TIMESENTRY']._serialized_end=1344
+  _globals['_PEERATTACH']._serialized_start=1347
+  _globals['_PEERATTACH']._serialized_end=1509
+  _globals['_PEERDETACH']._serialized_start=1511
+  _globals['_PEERDETACH']._serialized_end=1586
+  _globals['_ROWSOFFER']._serialized_start=1588
+  _globals['_ROWSOFFER']._serialized_end=1647
+  _globals['_ROWSANSWER']._serialized_start=1649
+  _globals['_ROWSANSWER']._serialized_end=1679
 # @@protoc_insertion_point(module_scope)

@@ -10,30 +10,34 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PeerToTarget(_message.Message):
-    __slots__ = ("attaches", "subscribes", "acks", "trees", "detaches")
+    __slots__ = ("attaches", "subscribes", "acks", "trees", "detaches", "rows_offers")
     ATTACHES_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBES_FIELD_NUMBER: _ClassVar[int]
     ACKS_FIELD_NUMBER: _ClassVar[int]
     TREES_FIELD_NUMBER: _ClassVar[int]
     DETACHES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_OFFERS_FIELD_NUMBER: _ClassVar[int]
     attaches: _containers.RepeatedCompositeFieldContainer[PeerAttach]
     subscribes: _containers.RepeatedCompositeFieldContainer[_target_pb2.FeatureSubscribe]
     acks: _containers.RepeatedCompositeFieldContainer[_target_pb2.FeatureAck]
     trees: _containers.RepeatedCompositeFieldContainer[TreeBatch]
     detaches: _containers.RepeatedCompositeFieldContainer[PeerDetach]
-    def __init__(self, attaches: _Optional[_Iterable[_Union[PeerAttach, _Mapping]]] = ..., subscribes: _Optional[_Iterable[_Union[_target_pb2.FeatureSubscribe, _Mapping]]] = ..., acks: _Optional[_Iterable[_Union[_target_pb2.FeatureAck, _Mapping]]] = ..., trees: _Optional[_Iterable[_Union[TreeBatch, _Mapping]]] = ..., detaches: _Optional[_Iterable[_Union[PeerDetach, _Mapping]]] = ...) -> None: ...
+    rows_offers: _containers.RepeatedCompositeFieldContainer[RowsOffer]
+    def __init__(self, attaches: _Optional[_Iterable[_Union[PeerAttach, _Mapping]]] = ..., subscribes: _Optional[_Iterable[_Union[_target_pb2.FeatureSubscribe, _Mapping]]] = ..., acks: _Optional[_Iterable[_Union[_target_pb2.FeatureAck, _Mapping]]] = ..., trees: _Optional[_Iterable[_Union[TreeBatch, _Mapping]]] = ..., detaches: _Optional[_Iterable[_Union[PeerDetach, _Mapping]]] = ..., rows_offers: _Optional[_Iterable[_Union[RowsOffer, _Mapping]]] = ...) -> None: ...
 
 class PeerToDraft(_message.Message):
-    __slots__ = ("chunks", "failures", "rounds", "path_batches")
+    __slots__ = ("chunks", "failures", "rounds", "path_batches", "rows_answers")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     PATH_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     chunks: _containers.RepeatedCompositeFieldContainer[_target_pb2.FeatureChunk]
     failures: _containers.RepeatedCompositeFieldContainer[_tree_pb2.RequestFailure]
     rounds: _containers.RepeatedCompositeFieldContainer[_draft_pb2.DraftRound]
     path_batches: _containers.RepeatedCompositeFieldContainer[PathBatch]
-    def __init__(self, chunks: _Optional[_Iterable[_Union[_target_pb2.FeatureChunk, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[_draft_pb2.DraftRound, _Mapping]]] = ..., path_batches: _Optional[_Iterable[_Union[PathBatch, _Mapping]]] = ...) -> None: ...
+    rows_answers: _containers.RepeatedCompositeFieldContainer[RowsAnswer]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[_target_pb2.FeatureChunk, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[_tree_pb2.RequestFailure, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[_draft_pb2.DraftRound, _Mapping]]] = ..., path_batches: _Optional[_Iterable[_Union[PathBatch, _Mapping]]] = ..., rows_answers: _Optional[_Iterable[_Union[RowsAnswer, _Mapping]]] = ...) -> None: ...
 
 class PathBatch(_message.Message):
     __slots__ = ("request_ids", "target_epochs", "draft_epochs", "round_idx", "seq_lens", "num_tokens", "token_ids", "num_steps", "topk", "num_draft_tokens", "handle", "mailbox_slots", "round_tags", "following_num_steps", "following_topk", "following_num_draft_tokens")
@@ -131,3 +135,19 @@ class PeerDetach(_message.Message):
     target_epoch: int
     draft_epoch: int
     def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ...) -> None: ...
+
+class RowsOffer(_message.Message):
+    __slots__ = ("handle", "gpu", "num_bytes")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    gpu: str
+    num_bytes: int
+    def __init__(self, handle: _Optional[bytes] = ..., gpu: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class RowsAnswer(_message.Message):
+    __slots__ = ("is_taken",)
+    IS_TAKEN_FIELD_NUMBER: _ClassVar[int]
+    is_taken: bool
+    def __init__(self, is_taken: _Optional[bool] = ...) -> None: ...

@@ -16,6 +16,7 @@ import torch
 
 from draft_service.device_rounds.mailbox_io import stage_posts
 from draft_service.device_rounds.overlap import OverlapRunner, following_shapes
+from draft_service.device_rounds.rows_memory import LentRows
 from draft_service.path_source import ConfirmedTrees, PathSource, PostTrees
 from draft_service.request import DeviceTree, DraftRequest
 from draft_service.runner import STAGED_BYTES, DraftRunner
@@ -23,6 +24,7 @@ from shared.kernels.mailbox_paths import MAX_MAILBOXES
 from shared.kernels.mailbox_words import MAX_PATH
 from shared.messages import PathEntry, TreeShape
 from shared.peer.channel import PeerChannel
+from shared.peer.device_memory import CudaMemory
 from shared.peer.mailbox import MailboxEnd, is_tag, open_mailbox
 from shared.peer.stream_waits import check_stream_waits
 from shared.step.staging import Staging
@@ -66,7 +68,9 @@ class DeviceRounds(PathSource):
         self._pool = runner.pool
         self._width = runner.model.feature_spec.width
         self._post_staging = Staging(runner.pool.device, STAGED_BYTES)
+        self.lent_rows = LentRows(CudaMemory(runner.pool.device))
         self._mailboxes: dict[PeerChannel | None, MailboxEnd] = {}  # None is no key
+        self._offered: dict[PeerChannel, str] = {}  # no answer yet; names of the targets
         self._launched: _Launched | None = None
         # When the first launch of this round was, and how long after that paths of the last ones
         # were here.
@@ -91,6 +95,20 @@ class DeviceRounds(PathSource):
             return
         self._mailboxes[channel] = mailbox
         logger.info("trees go straight to the target's device, and paths come from there")
+        offer = self.lent_rows.offer(socket_name, mailbox)
+        if offer is not None:
+            self._offered[channel] = socket_name
+            channel.put(offer)
+
+    def take_answer(self, channel: PeerChannel, *, is_taken: bool) -> None:
+        socket_name = self._offered.pop(channel, None)
+        if socket_name is None:
+            return
+        if is_taken:
+            mailbox = self._mailboxes[channel]
+            self._mailboxes[channel] = self.lent_rows.in_use(socket_name, mailbox)
+        else:
+            self.lent_rows.refused(socket_name)
 
     def disconnect(self, channel: PeerChannel) -> None:
         """Leave the mailbox of a target that is gone, which the device may be about to read."""
@@ -99,6 +117,7 @@ class DeviceRounds(PathSource):
             self.overlap.restore(self._launched.requests)
             self._launched = None
         self._mailboxes.pop(channel, None)
+        self._offered.pop(channel, None)
 
     def has_mailbox(self, channel: PeerChannel) -> bool:
         return channel in self._mailboxes

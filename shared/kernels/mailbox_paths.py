@@ -2,12 +2,18 @@
 
 Words (mailbox_words.py) of a slot: word r is the r-th token of the path (accepted drafts, then the
 bonus), its small number the length of the path, the same in all eight. Words past the path have
-token 0. Feature rows of a path lie beside them, apart for even and odd rounds: they are there
-before the words are.
+token 0. Feature rows of a path lie beside them, or in memory of the draft's GPU, apart for even and
+odd rounds: they are there before the words are.
+
+The order: rows are stored, their kernel ends, a fence of the whole system, words. Whoever takes a
+word fences as well, then another kernel loads the rows: as volatile, from the L2 of the GPU whose
+memory it is, where another GPU's stores end up, and from no L1, which does not see these.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Sequence
 
 import torch
@@ -37,7 +43,9 @@ _BLOCK = 1024
 
 @triton.jit
 def _fence_system():
-    """Let all that was stored before be seen, by whoever sees what is stored next."""
+    """Let all that was stored before be seen, by whoever sees what is stored next; and load next
+    what was stored before, by whoever stored what was loaded so far.
+    """
     tl.inline_asm_elementwise(
         "fence.acq_rel.sys; mov.u32 $0, 0;",
         "=r,~{memory}",
@@ -50,7 +58,7 @@ def _fence_system():
 
 @triton.jit(do_not_specialize=["num_slots", "num_steps"])
 def _post_rows_kernel(
-    rows_ptr,  # [2, S, MAX_PATH, WIDTH] mutated
+    rows_ptr,  # [B] i64, addresses of [2, S, MAX_PATH, WIDTH] mutated
     slot_ptr,  # [B] i32
     round_tag_ptr,  # [B] i32
     accept_length_ptr,  # [B] i64
@@ -74,7 +82,11 @@ def _post_rows_kernel(
         feature = tl.load(features_ptr + row * WIDTH + column, mask=in_row, other=0.0)
         half = tl.load(round_tag_ptr + request) & 1
         posted = ((half * num_slots + slot) * MAX_PATH + step) * WIDTH
-        tl.store(rows_ptr + posted + column, feature, mask=in_row)
+        own_rows_ptr = tl.load(rows_ptr + request).to(
+            tl.pointer_type(features_ptr.dtype.element_ty)
+        )
+        own_rows_ptr = tl.multiple_of(own_rows_ptr, 16)
+        tl.store(own_rows_ptr + posted + column, feature, mask=in_row)
 
 
 @triton.jit(do_not_specialize=["num_steps"])
@@ -122,14 +134,15 @@ def post_paths(
 
     Args:
         paths: [S, 8] i64, the mailbox.
-        rows: [2, S, 8, W] of the features' dtype; None without features.
+        rows: [B] i64, where the rows of each request's draft are, which this device can write to:
+            [2, S, 8, W] of the features' dtype, at a multiple of 16; None without features.
         slot: [B] i32; -1: nothing to post.
         round_tag: [B] i32, rounds.
         accept_length: [B] i64, tokens of the path, bonus included; at most D + 1.
         path_rows: [B, D + 1] i64, logit rows of the path's nodes.
         tokens: [L] i32, the target's token at each logit row.
         features: [L, W], or None.
-    Mutates: `paths` at these slots, and their rows of this half of `rows` that are on the path.
+    Mutates: `paths` at these slots, and their rows of this half that are on the path.
     """
     if not use_triton(tokens):
         post_paths_ref(paths, rows, slot, round_tag, accept_length, path_rows, tokens, features)
@@ -141,9 +154,8 @@ def post_paths(
         return
     options = dependent_launch(tokens)
     if features is not None:
-        assert rows is not None and rows.is_contiguous() and features.is_contiguous()
+        assert rows is not None and len(rows) == batch and features.is_contiguous()
         width = features.shape[1]
-        assert rows.shape[2:] == (MAX_PATH, width) and rows.dtype == features.dtype
         count_launch("post_rows")
         _post_rows_kernel[(batch, min(num_steps, MAX_PATH), triton.cdiv(width, _BLOCK))](
             rows,
@@ -152,7 +164,7 @@ def post_paths(
             accept_length,
             path_rows,
             features,
-            rows.shape[1],
+            paths.shape[0],
             num_steps,
             MAX_PATH=MAX_PATH,
             WIDTH=width,
@@ -197,9 +209,20 @@ def post_paths_ref(
     paths[slot[is_posted].long()] = words[is_posted]
     if features is not None:
         assert rows is not None
-        request, step = torch.nonzero(on_path & is_posted[:, None], as_tuple=True)
-        half = tag_bits_ref(round_tag)[request] & 1
-        rows[half, slot[request].long(), step] = features[path_rows[request, step]]
+        half = tag_bits_ref(round_tag) & 1
+        for request in torch.nonzero(is_posted).flatten().tolist():
+            own = _rows_at(
+                int(rows[request]), (2, len(paths), MAX_PATH, features.shape[1]), features
+            )
+            kept = path_rows[request][on_path[request]]
+            own[half[request], slot[request].long(), : len(kept)] = features[kept]
+
+
+def _rows_at(address: int, shape: tuple[int, ...], features: torch.Tensor) -> torch.Tensor:
+    """Return rows of the features' dtype that lie at an address of the host."""
+    num_bytes = math.prod(shape) * features.itemsize
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=features.dtype).view(shape)
 
 
 @triton.jit(
@@ -255,6 +278,8 @@ def _take_paths_kernel(
         HAS_GRACE=True,
         WAITS=WAITS,
     )
+    if WAITS:
+        _fence_system()
 
     length = tl.sum(tl.where(step == 0, word_small(word), 0), axis=0)
     token = word_token(word)
@@ -451,7 +476,7 @@ def take_rows(
     Grid: (R, P, blocks of W).
 
     Args:
-        rows: [2, S, 8, W], of the mailbox.
+        rows: [2, S, 8, W], of the mailbox, or of its target in this device's memory.
         slot: [>= R] i32; -1: of another mailbox.
         round_tag: [>= R] i32, rounds.
         taken: [R, 1 + 8] i32, from `take_paths`.

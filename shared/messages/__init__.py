@@ -35,7 +35,15 @@ from shared.messages.generation import (
     Usage,
 )
 from shared.messages.params import MIN_TEMPERATURE, SamplingParams, StoppingParams
-from shared.messages.peer import PathBatch, PathEntry, PeerAttach, PeerDetach
+from shared.messages.peer import (
+    ROWS_HANDLE_BYTES,
+    PathBatch,
+    PathEntry,
+    PeerAttach,
+    PeerDetach,
+    RowsAnswer,
+    RowsOffer,
+)
 from shared.messages.routed_experts import RoutedExperts
 from shared.messages.target import (
     MAX_TOP_LOGPROBS,
@@ -100,11 +108,14 @@ __all__ = [
     "RequestFailure",
     "RequestRetracted",
     "PathRows",
+    "ROWS_HANDLE_BYTES",
     "RingSpan",
     "RootOnly",
     "RoundTimes",
     "RoundTree",
     "RoutedExperts",
+    "RowsAnswer",
+    "RowsOffer",
     "SamplingParams",
     "SpeculationStats",
     "StageTime",

@@ -34,6 +34,8 @@ from shared.messages import (
     PromptInfo,
     RequestFailure,
     RequestRetracted,
+    RowsAnswer,
+    RowsOffer,
     TargetAdmitted,
     TargetClose,
     TargetOpen,
@@ -59,8 +61,8 @@ DraftCommand = DraftOpen | DraftRound | DraftClose
 DraftReply = TokenTree | RequestFailure | RequestRetracted
 SubscriptionCommand = FeatureSubscribe | FeatureAck | FeatureUnsubscribe
 FeatureReply = FeatureChunk | RequestFailure
-ToTarget = PeerAttach | FeatureSubscribe | FeatureAck | TreeBatch | PeerDetach
-ToDraft = FeatureChunk | RequestFailure | DraftRound | PathBatch
+ToTarget = RowsOffer | PeerAttach | FeatureSubscribe | FeatureAck | TreeBatch | PeerDetach
+ToDraft = RowsAnswer | FeatureChunk | RequestFailure | DraftRound | PathBatch
 
 # Of each session message: its fields in the order in which they are worked off, and what they hold.
 _TARGET_COMMANDS = {
@@ -83,6 +85,7 @@ _DRAFT_COMMANDS = {"opens": DraftOpen, "rounds": DraftRound, "closes": DraftClos
 _DRAFT_REPLIES = {"trees": TokenTree, "failures": RequestFailure, "retracted": RequestRetracted}
 _FEATURE_REPLIES = {"chunks": FeatureChunk, "failures": RequestFailure}
 _TO_TARGET = {
+    "rows_offers": RowsOffer,
     "attaches": PeerAttach,
     "subscribes": FeatureSubscribe,
     "acks": FeatureAck,
@@ -90,6 +93,7 @@ _TO_TARGET = {
     "detaches": PeerDetach,
 }
 _TO_DRAFT = {
+    "rows_answers": RowsAnswer,
     "chunks": FeatureChunk,
     "failures": RequestFailure,
     "rounds": DraftRound,

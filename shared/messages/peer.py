@@ -4,13 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Annotated, NamedTuple
 
 from coppice.v1 import peer_pb2
+from shared.errors import InvalidArgumentError
 from shared.messages.codec import message
 from shared.messages.features import PathRows
-from shared.messages.fields import Count, RequestId
+from shared.messages.fields import Count, RequestId, require_range
 from shared.messages.tree import TreeShape
+
+ROWS_HANDLE_BYTES = 64
+_MAX_GPU_LEN = 64
+
+
+def _require_handle(value: bytes, field: str) -> bytes:
+    if len(value) != ROWS_HANDLE_BYTES:
+        raise InvalidArgumentError(
+            f"{field} has {len(value)} bytes, expected {ROWS_HANDLE_BYTES}", field=field
+        )
+    return value
+
+
+def _require_gpu(value: str, field: str) -> str:
+    if not 0 < len(value) <= _MAX_GPU_LEN:
+        raise InvalidArgumentError(
+            f"{field} has {len(value)} characters, expected 1 to {_MAX_GPU_LEN}", field=field
+        )
+    return value
 
 
 @message(peer_pb2.PeerAttach)
@@ -42,6 +63,30 @@ class PeerDetach:
     request_id: RequestId
     target_epoch: Count
     draft_epoch: Count
+
+
+@message(peer_pb2.RowsOffer)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsOffer:
+    """Memory on the draft's GPU where the target's may write feature rows of paths.
+
+    Args:
+        handle: Of CUDA, for other processes.
+        gpu: UUID of the draft's.
+        num_bytes: Of the rows.
+    """
+
+    handle: Annotated[bytes, _require_handle]
+    gpu: Annotated[str, _require_gpu]
+    num_bytes: Annotated[int, partial(require_range, low=1)]
+
+
+@message(peer_pb2.RowsAnswer)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsAnswer:
+    """Whether rows go to the memory that was offered, and none to the mailbox, or all there."""
+
+    is_taken: bool
 
 
 class PathEntry(NamedTuple):

@@ -3,7 +3,8 @@
     header                            magic, version, num_slots, width, dtype, GPU of the target
     trees  [num_slots, 64] i64        from the draft: node j of the slot's tree is word j
     paths  [num_slots, 8] i64         from the target: token r of the accepted path is word r
-    rows   [2, num_slots, 8, width]   from the target: feature rows of paths, by parity of the tag
+    rows   [2, num_slots, 8, width]   from the target: feature rows of paths, by parity of the tag,
+                                      unless they go to memory of the draft's GPU (device_memory.py)
 
 A slot is a row of the target's page table. A word is
 
@@ -104,6 +105,8 @@ class MailboxEnd:
     dtype: torch.dtype | None
     shares_gpu: bool = False
     """The target is on the draft's GPU: streams wait, no kernel does (see stream_waits.py)."""
+    is_on_other_gpu: bool = False
+    """The target is on another GPU: `rows` may give way to memory of the draft's GPU."""
 
 
 def open_mailbox(
@@ -135,6 +138,7 @@ def open_mailbox(
         num_slots=header.num_slots,
         dtype=header.dtype,
         shares_gpu=bool(gpu) and header.gpu == gpu,
+        is_on_other_gpu=bool(gpu and header.gpu) and header.gpu != gpu,
     )
 
 

@@ -58,6 +58,20 @@ class SharedFiles:
             raise PermissionError(f"{name} is not a file of this user")
         return fd
 
+    def is_held(self, directory: Path, name: str) -> bool:
+        """Return whether the maker of a file lives; False, too, if the file is gone."""
+        try:
+            fd = self.open(directory, name, is_writable=True)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
     def remove_stale(self, directory: Path = RING_DIR) -> None:
         """Remove the files of makers that were killed: nobody holds their locks.
 

@@ -47,12 +47,13 @@ def compile_mailbox(mailbox: Mailbox, pool: KVPool, vocab_size: int) -> None:
         vocab_size=vocab_size,
         timeout_us=0,
     )
-    features = None
+    rows = features = None
     if mailbox.rows is not None:
+        rows = zeros(1) + mailbox.rows.data_ptr()
         features = zeros(1, mailbox.rows.shape[-1], dtype=mailbox.rows.dtype)
     post_paths(
         mailbox.paths,
-        mailbox.rows,
+        rows,
         nowhere,
         nowhere,
         zeros(1),

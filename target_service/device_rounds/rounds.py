@@ -17,12 +17,15 @@ import torch
 from shared.kernels.mailbox_paths import post_paths
 from shared.kernels.mailbox_trees import TakenTrees, take_trees
 from shared.kernels.mailbox_words import MAX_PATH
-from shared.messages import PeerAttach, PeerTrees, TreeShape
+from shared.messages import PeerAttach, PeerTrees, RowsOffer, TreeShape
+from shared.peer.channel import PeerChannel
+from shared.peer.device_memory import CudaMemory
 from shared.peer.mailbox import NUM_TAGS, Mailbox, tag_of
 from shared.peer.stream_waits import NO_TREE, StreamWaits
 from shared.step.staging import Fields, Staging
 from target_service.batch_window import BatchWindow
 from target_service.budgets.shapes import TreeShapes
+from target_service.device_rounds.draft_rows import DraftRows
 from target_service.draft_peer import DraftPeer, MailboxUse, Progress
 from target_service.engine_state import EngineState
 from target_service.feature_log import FeatureRows
@@ -58,12 +61,19 @@ class DeviceRounds(PeerRounds):
     ) -> None:
         super().__init__(state, window, shapes)
         self.mailbox = mailbox
+        self.draft_rows = DraftRows(mailbox, CudaMemory(mailbox.device))
         # By slot, the tag of a round that the device is not to wait for: it looks while it waits.
         self._given_up = torch.zeros(
             mailbox.num_slots, dtype=torch.int32, pin_memory=mailbox.device.type == "cuda"
         )
         self._first_nodes = mailbox.trees[:, 1]  # every posted tree has one
         self._stream_waits = StreamWaits(PATIENCE_US / 1e6, small=NO_TREE)
+
+    def take_offer(self, channel: PeerChannel, offer: RowsOffer) -> None:
+        self.draft_rows.take(channel, offer)
+
+    def lose(self, channel: PeerChannel) -> None:
+        self.draft_rows.lose(channel)
 
     def end_credit(self, request: TargetRequest) -> None:
         super().end_credit(request)
@@ -187,15 +197,24 @@ class DeviceRounds(PeerRounds):
         self, requests: Sequence[TargetRequest], staging: Staging, num_places: int
     ) -> MailboxPaths | None:
         tags = list(map(_path_tag, requests))
-        host, device = staging.place_zeros(_fields, num_places)
+        host, device = staging.place_zeros(_path_fields, num_places)
         host["round_tag"][: len(tags)] = tags
         host["slot"].fill(_NOWHERE)
         host["slot"][: len(tags)] = [
             request.req_idx if tag else _NOWHERE
             for request, tag in zip(requests, tags, strict=True)
         ]
-        mailbox = self.mailbox
-        return MailboxPaths(words=mailbox.paths, rows=mailbox.rows, **device)
+        host["rows"][: len(tags)] = [
+            self.draft_rows.address_of(None if request.draft is None else request.draft.channel)
+            for request in requests
+        ]
+        mailbox, rows = self.mailbox, device["rows"]
+        return MailboxPaths(
+            words=mailbox.paths,
+            rows=None if mailbox.rows is None else rows,
+            slot=device["slot"],
+            round_tag=device["round_tag"],
+        )
 
     @torch.inference_mode()
     def post_paths(self, verify: VerifyInput, verified: VerifyOutput) -> None:
@@ -263,6 +282,10 @@ class DeviceRounds(PeerRounds):
 
 def _tree_fields(num_trees: int) -> Fields:
     return {**_fields(num_trees), "is_behind": (torch.int32, (num_trees,))}
+
+
+def _path_fields(num_paths: int) -> Fields:
+    return {**_fields(num_paths), "rows": (torch.int64, (num_paths,))}
 
 
 def _fields(num_trees: int) -> Fields:

@@ -338,6 +338,13 @@ peer_detaches, detached = (
     st.builds(kind, request_id=request_ids, target_epoch=epochs, draft_epoch=epochs)
     for kind in (types.PeerDetach, types.DraftDetached)
 )
+rows_offers = st.builds(
+    types.RowsOffer,
+    handle=st.binary(min_size=64, max_size=64),
+    gpu=st.text(min_size=1, max_size=64),
+    num_bytes=st.integers(1, 2**63 - 1),
+)
+rows_answers = st.builds(types.RowsAnswer, is_taken=st.booleans())
 rests = st.builds(
     types.DraftRest,
     request_id=request_ids,
@@ -474,6 +481,8 @@ BY_TYPE: dict[type[Any], st.SearchStrategy[Any]] = {
     types.DraftRest: rests,
     types.PeerAttach: peer_attaches,
     types.PeerDetach: peer_detaches,
+    types.RowsOffer: rows_offers,
+    types.RowsAnswer: rows_answers,
     types.DraftOpen: draft_opens,
     types.DraftRound: draft_rounds,
     types.DraftClose: draft_closes,

@@ -102,6 +102,7 @@ PACKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[type[Any]
         batches.pack_to_target,
         batches.unpack_to_target,
         (
+            types.RowsOffer,
             types.PeerAttach,
             types.FeatureSubscribe,
             types.FeatureAck,
@@ -112,7 +113,13 @@ PACKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[type[Any]
     "to_draft": (
         batches.pack_to_draft,
         batches.unpack_to_draft,
-        (types.FeatureChunk, types.RequestFailure, types.DraftRound, types.PathBatch),
+        (
+            types.RowsAnswer,
+            types.FeatureChunk,
+            types.RequestFailure,
+            types.DraftRound,
+            types.PathBatch,
+        ),
     ),
 }
 

@@ -324,7 +324,7 @@ def mailbox_kernels(values: str):
     ids, counts = "*i64", "*i32"
     yield (
         mailbox_paths._post_rows_kernel,
-        [values, counts, counts, ids, ids, values, "i32", "i32"],
+        [ids, counts, counts, ids, ids, values, "i32", "i32"],
         width,
     )
     yield mailbox_paths._take_rows_kernel, [values, *[counts] * 3, values, "i32", "i32"], width

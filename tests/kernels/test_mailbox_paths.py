@@ -32,6 +32,11 @@ def mailbox(num_slots: int, device: torch.device) -> torch.Tensor:
     return on_host(torch.full((num_slots, MAX_PATH), -1), device)
 
 
+def at(rows: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return where the rows of each request are."""
+    return torch.tensor([own.data_ptr() for own in rows]).to(device)
+
+
 def never(device: torch.device) -> torch.Tensor:
     return on_host(torch.zeros(1, dtype=torch.int32), device)
 
@@ -69,15 +74,20 @@ def test_posting_writes_paths_and_their_rows_alone(
     features = torch.randn(30, width).to(dtype)
     memory = mailbox(1 + num_slots, device)
     paths = memory[1:]
-    rows = on_host(torch.full((2, num_slots, MAX_PATH, width), POISON, dtype=dtype), device)
-    expected, expected_rows = paths.tolist(), rows.clone()
+    rows, others = (
+        on_host(torch.full((2, num_slots, MAX_PATH, width), POISON, dtype=dtype), device)
+        for _ in range(2)
+    )
+    rows_of = [rows, others, others, rows]  # of two drafts
+    expected, expected_rows, expected_others = paths.tolist(), rows.clone(), others.clone()
     for b, (row, number) in enumerate(zip(slot, round_tag, strict=True)):
         if row >= 0:
             kept = path_rows[b][: length[b]]
             # Of a path that is too long the first tokens, with its length: nobody takes it.
             expected[row] = posted(number, [tokens[at] for at in kept])[:MAX_PATH]
             kept = kept[:MAX_PATH]
-            expected_rows[number & 1, row, : len(kept)] = features[kept]
+            mine = expected_rows if rows_of[b] is rows else expected_others
+            mine[number & 1, row, : len(kept)] = features[kept]
     given = [
         int32s(slot, device),
         int32s(round_tag, device),
@@ -85,11 +95,11 @@ def test_posting_writes_paths_and_their_rows_alone(
         torch.tensor(path_rows).to(device),
         int32s(tokens, device),
     ]
-    post_paths(paths, rows, *given, features.to(device))
+    post_paths(paths, at(rows_of, device), *given, features.to(device))
     finish(device)
     assert paths.tolist() == expected
     assert bool((memory[0] == -1).all())
-    assert torch.equal(rows, expected_rows)
+    assert torch.equal(rows, expected_rows) and torch.equal(others, expected_others)
     assert launches_of("post_paths", device) and launches_of("post_rows", device)
 
     paths.fill_(-1)
@@ -325,7 +335,7 @@ def test_taking_waits_for_what_another_stream_posts(device: torch.device) -> Non
         ]
         torch.cuda.synchronize()
         if round_tag == 1:
-            post_paths(paths, rows, *given)
+            post_paths(paths, at([rows] * 4, device), *given)
             torch.cuda.synchronize()
         with torch.cuda.stream(streams[0]):
             taken, _ = take(
@@ -337,7 +347,7 @@ def test_taking_waits_for_what_another_stream_posts(device: torch.device) -> Non
             assert not streams[0].query()
             begin = time.monotonic()
             with torch.cuda.stream(streams[1]):
-                post_paths(paths, rows, *given)
+                post_paths(paths, at([rows] * 4, device), *given)
             torch.cuda.synchronize()
             assert time.monotonic() - begin < 0.5
         torch.cuda.synchronize()

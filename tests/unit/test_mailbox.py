@@ -118,8 +118,10 @@ def test_its_file_is_for_its_owner_named_by_the_link_and_goes_with_it(folder: Pa
     with pytest.raises(FileExistsError):
         make(folder)
     assert path.exists(), "another's file"
+    assert MAILBOXES.is_held(folder, target.name)
     target.close()
     assert list(folder.iterdir()) == []
+    assert not MAILBOXES.is_held(folder, target.name)
     with pytest.raises(FileNotFoundError):
         join(folder)
 
@@ -225,9 +227,11 @@ def test_it_joins_two_processes_and_what_a_killed_one_left_is_swept(folder: Path
     assert process.stdout.readline().strip() == "12345"
     MAILBOXES.remove_stale(folder)
     assert (folder / mailbox_name(LINK)).exists(), "its target lives"
+    assert MAILBOXES.is_held(folder, mailbox_name(LINK))
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert (folder / mailbox_name(LINK)).exists()
+    assert not MAILBOXES.is_held(folder, mailbox_name(LINK))
     MAILBOXES.remove_stale(folder)
     assert list(folder.iterdir()) == [], "though the draft has it mapped"
     assert draft.trees[2, 3] == 12345
@@ -305,15 +309,18 @@ def test_a_draft_knows_whether_its_target_is_on_the_same_gpu(
     folder: Path, runtime: FakeRuntime
 ) -> None:
     target = make(folder, device=GPU)
-    assert join(folder, device=GPU).shares_gpu
+    near = join(folder, device=GPU)
     runtime.uuid = "GPU-1"
-    assert not join(folder, device=GPU).shares_gpu
+    apart = join(folder, device=GPU)
+    assert (near.shares_gpu, near.is_on_other_gpu) == (True, False)
+    assert (apart.shares_gpu, apart.is_on_other_gpu) == (False, True)
     target.close()
 
 
 def test_cpus_share_no_gpu(folder: Path) -> None:
     target = make(folder)
-    assert not join(folder).shares_gpu
+    draft = join(folder)
+    assert not draft.shares_gpu and not draft.is_on_other_gpu
     target.close()
 
 
