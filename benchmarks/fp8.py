@@ -34,9 +34,9 @@ from shared.device import resolve_device
 from shared.kernels import linear as linear_module
 from shared.kernels.fp8_rows import quantize_rows, wants_fp8_rows
 from shared.kernels.int4 import MIDDLE, Int4Weight, pack_int4
-from shared.kernels.linear import linear_addends, multiply, sum_addends
+from shared.kernels.linear import linear_addends, multiply, splits_of, sum_addends
 from shared.kernels.linear_swiglu import linear_swiglu, multiply_swiglu
-from shared.kernels.linear_tiles import MAX_SPLIT_ROWS, Tiles, num_splits
+from shared.kernels.linear_tiles import MAX_SPLIT_ROWS, Tiles
 from shared.kernels.quantized import (
     SCALE_BLOCK,
     GpuWeight,
@@ -221,7 +221,7 @@ def _fits(candidate: Candidate, rows: int, form: str) -> bool:
         16, 4 * rows
     )
     block_k = {"group": _INT4_BLOCK, "zeros": _INT4_BLOCK}.get(form)
-    if form.startswith("block") or form.endswith("-rows"):
+    if form.startswith("block"):
         block_k = SCALE_BLOCK
     return wide and (block_k is None or candidate.tiles.block_k == block_k)
 
@@ -280,7 +280,7 @@ def _splits(candidate: Candidate | None) -> contextlib.AbstractContextManager[ob
     """Return what lets products have as many splits as are to be tried."""
     if candidate is None or not candidate.splits:
         return contextlib.nullcontext()
-    return mock.patch.object(linear_module, "num_splits", lambda *_: candidate.splits)
+    return mock.patch.object(linear_module, "splits_of", lambda _: candidate.splits)
 
 
 def _call(
@@ -294,7 +294,7 @@ def _call(
         out = torch.empty((len(x), weight.shape[0] // 2), dtype=x.dtype, **place)
         multiply_swiglu(x, weight, None, out, candidate.tiles, None)
         return out
-    splits = candidate.splits or num_splits(*weight.shape)
+    splits = candidate.splits or splits_of(weight)
     splits = splits if len(x) <= MAX_SPLIT_ROWS else 1
     out = torch.empty((splits, len(x), weight.shape[0]), dtype=torch.float32, **place)
     multiply(x, weight, None, out, candidate.tiles, None, is_split=splits > 1)

@@ -108,7 +108,7 @@ def up_tiles(x: torch.Tensor, weight: KernelWeights, grid: Grid) -> Tiles:
     if not x.is_cuda:
         return INTERPRETED_TILES
     if becomes_fp8(x, weight):
-        return linear_swiglu.choose_fp8_row_tiles(grid.rows_per_expert)
+        return linear_swiglu.choose_fp8_row_tiles(grid.rows_per_expert, by_block=True)
     is_fp8 = isinstance(weight, QuantizedExperts)
     return choose_up_tiles(grid.rows_per_expert, x.element_size(), is_fp8=is_fp8)
 
@@ -118,6 +118,6 @@ def down_tiles(x: torch.Tensor, weight: KernelWeights, grid: Grid) -> Tiles:
     if not x.is_cuda:
         return INTERPRETED_TILES
     if becomes_fp8(x, weight):
-        return linear_tiles.choose_fp8_row_tiles(grid.rows_per_expert)
+        return linear_tiles.choose_fp8_row_tiles(grid.rows_per_expert, 0, by_block=True)
     is_fp8 = isinstance(weight, QuantizedExperts)
     return choose_down_tiles(grid.rows_per_expert, x.element_size(), is_fp8=is_fp8)

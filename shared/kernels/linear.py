@@ -186,7 +186,7 @@ def linear(
         return linear_cpu(rows, weight, bias, out_dtype=out_dtype)
     num_rows, width_n = rows.shape[0], weight.shape[0]
     dtype = out_dtype or rows.dtype
-    if num_splits(*weight.shape) > 1 and num_rows <= MAX_SPLIT_ROWS:
+    if splits_of(weight) > 1 and num_rows <= MAX_SPLIT_ROWS:
         return sum_addends(linear_addends(x, weight), bias, dtype)
     out = torch.empty((num_rows, width_n), dtype=dtype, device=rows.device)
     if num_rows:
@@ -200,7 +200,13 @@ def num_addends(num_rows: int, weight: Weight) -> int:
         return 1
     if not use_triton(values_of(weight)):
         return 1
-    return num_splits(*weight.shape)
+    return splits_of(weight)
+
+
+def splits_of(weight: GpuWeight) -> int:
+    """Return into how many parts K of a weight is cut, by its form and shape alone."""
+    has_fp8_rows = isinstance(weight, QuantizedWeight) and weight.has_fp8_rows
+    return num_splits(*weight.shape, has_fp8_rows=has_fp8_rows)
 
 
 def linear_addends(
@@ -290,7 +296,9 @@ def _multiply(
             by_block = weight.scaling == "block"
             tiles = choose_fp8_tiles(num_rows, size, shape, by_block=by_block)
             if becomes_fp8(rows, weight):
-                tiles, deal = choose_fp8_row_tiles(num_rows), None
+                split_k = split_width(shape[1], splits_of(weight))
+                tiles = choose_fp8_row_tiles(num_rows, split_k, by_block=by_block)
+                deal = None
             tiles = SQUARE_FP8_TILES if deal else tiles
         else:
             tiles = SQUARE_TILES if deal else choose_tiles(num_rows, size, shape[0])
@@ -316,7 +324,7 @@ def multiply(
     Mutates: `out`, all of it.
     """
     num_rows, (width_n, width_k) = len(rows_of(x)), weight.shape
-    splits = num_splits(width_n, width_k)
+    splits = splits_of(weight)
     split_k = split_width(width_k, splits)
     copied_k = tiles.block_k
     if isinstance(weight, Int4Weight):

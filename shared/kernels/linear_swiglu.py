@@ -29,8 +29,8 @@ from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, use_triton
 from shared.kernels.fp8_rows import ProductRows, becomes_fp8, row_operand, rows_of
 from shared.kernels.int4 import Int4Weight, add_groups, load_parts, load_scales
-from shared.kernels.linear import blocks_of, linear_addends, sum_addends_block
-from shared.kernels.linear_tiles import INTERPRETED_TILES, Tiles, num_splits, num_tiles
+from shared.kernels.linear import blocks_of, linear_addends, splits_of, sum_addends_block
+from shared.kernels.linear_tiles import INTERPRETED_TILES, Tiles, num_tiles
 from shared.kernels.products_cpu import CpuWeight, Weight, linear_cpu
 from shared.kernels.quantized import (
     GpuWeight,
@@ -79,10 +79,15 @@ def choose_fp8_tiles(num_rows: int, element_size: int) -> Tiles:
     return Tiles(64, 64, 128, 4, 3) if num_rows <= 64 else Tiles(64, 128, 128, 8, 3)
 
 
-def choose_fp8_row_tiles(num_rows: int) -> Tiles:
+def choose_fp8_row_tiles(num_rows: int, *, by_block: bool) -> Tiles:
     """Return a GPU's tiles of both products of rows and a weight in FP8: few stages, so that four
     programs run at once, or of many rows two.
+
+    Args:
+        by_block: Blocks of K have scales of their own, and tiles are no longer.
     """
+    if num_rows <= 16 and not by_block:
+        return Tiles(64, 16, 256, 4, 3)
     block_t = next((size for size in (16, 32, 64) if num_rows <= size), 128)
     return Tiles(64, block_t, 128, 4, 3)
 
@@ -408,8 +413,7 @@ def _is_narrow(weight: GpuWeight) -> bool:
     """Return whether tiles of outputs are too few for a GPU, but splits of K would fill it; by the
     weight's shape alone, since it decides a row's bits.
     """
-    width_n, width_k = weight.shape
-    return width_n <= _MAX_NARROW_N and num_splits(width_n, width_k) > 1
+    return weight.shape[0] <= _MAX_NARROW_N and splits_of(weight) > 1
 
 
 def _swiglu_of_addends(
@@ -472,7 +476,7 @@ def linear_swiglu(
         # Never dealt out: in that kernel ptxas lets each product wait for the one before it.
         tiles = choose_fp8_tiles(num_rows, size)
         if becomes_fp8(rows, weight):
-            tiles = choose_fp8_row_tiles(num_rows)
+            tiles = choose_fp8_row_tiles(num_rows, by_block=weight.scaling == "block")
     elif rows.is_cuda:
         tiles = choose_tiles(num_rows, size)
         if size == 2 and num_rows > _MIN_BALANCED_ROWS:

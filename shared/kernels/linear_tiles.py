@@ -14,6 +14,8 @@ from shared.kernels.balanced_tiles import Deal, deal_tiles
 _MIN_PROGRAMS = 192
 _SPLIT_BLOCK_N = 64
 _MIN_SPLIT_K = 1024
+# Of weights in FP8 whose rows are so, too: their programs load half the bytes.
+_MIN_FP8_PROGRAMS, _MIN_FP8_SPLIT_K = 256, 512
 _SPLIT_MULTIPLE = 128
 
 # As many outputs fill a GPU with tall tiles too: those of a vocabulary.
@@ -40,11 +42,14 @@ SQUARE_TILES, _WIDE = Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)
 SQUARE_FP8_TILES = Tiles(128, 128, 128, 8, 3)
 
 
-def num_splits(width_n: int, width_k: int) -> int:
+def num_splits(width_n: int, width_k: int, *, has_fp8_rows: bool = False) -> int:
     """Return into how many parts the K dimension of a weight [N, K] is cut."""
+    least, shortest = _MIN_PROGRAMS, _MIN_SPLIT_K
+    if has_fp8_rows:
+        least, shortest = _MIN_FP8_PROGRAMS, _MIN_FP8_SPLIT_K
     splits = 1
     tall_tiles = triton.cdiv(width_n, _SPLIT_BLOCK_N)
-    while tall_tiles * splits < _MIN_PROGRAMS and width_k >= 2 * splits * _MIN_SPLIT_K:
+    while tall_tiles * splits < least and width_k >= 2 * splits * shortest:
         splits *= 2
     return splits
 
@@ -109,10 +114,18 @@ def choose_fp8_tiles(
     return _WIDE
 
 
-def choose_fp8_row_tiles(num_rows: int) -> Tiles:
-    """Return a GPU's tiles of a product of rows in FP8, as long as blocks that share a scale."""
+def choose_fp8_row_tiles(num_rows: int, split_k: int, *, by_block: bool) -> Tiles:
+    """Return a GPU's tiles of a product of rows in FP8, at most as long as what shares a scale.
+
+    Args:
+        split_k: Length of a split.
+        by_block: Blocks of K have scales of their own.
+    """
     if num_rows <= 32:
-        return Tiles(64, 16 if num_rows <= 16 else 32, 128, 4, 4)
+        block_t = 16 if num_rows <= 16 else 32
+        if not by_block and split_k % 256 == 0:
+            return Tiles(64, block_t, 256, 4, 4)
+        return Tiles(64, block_t, 128, 4, 3 if by_block and num_rows <= 16 else 4)
     return Tiles(64, 64, 128, 4, 5) if num_rows <= 64 else Tiles(64, 128, 128, 4, 4)
 
 

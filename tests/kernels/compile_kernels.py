@@ -300,7 +300,7 @@ def fp8_row_products(dtype: str, scaling: str):
         return [*descriptors("fp8e4nv", tiles), "*fp32", "*fp32", f"*{dtype}"]
 
     for num_rows in (2048, 256, 128, 64, 32, 1):
-        tiles = linear_tiles.choose_fp8_row_tiles(num_rows)
+        tiles = linear_tiles.choose_fp8_row_tiles(num_rows, 1024, by_block=scaling == "block")
         split = {"IS_SPLIT": num_rows <= 256, "NUM_SPLITS": 4, "SPLIT_K": 1024}
         yield (
             linear._linear_kernel,
@@ -308,7 +308,7 @@ def fp8_row_products(dtype: str, scaling: str):
             {**dot, **blocks(tiles), **split},
             launch_options(tiles),
         )
-        tiles = linear_swiglu.choose_fp8_row_tiles(num_rows)
+        tiles = linear_swiglu.choose_fp8_row_tiles(num_rows, by_block=scaling == "block")
         yield (
             linear_swiglu._linear_swiglu_kernel,
             [*types(tiles), f"*{dtype}", *["i32"] * 3],

@@ -8,12 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shared.kernels import linear_tiles
 from shared.kernels.expert_products import apply_experts
 from shared.kernels.fp8_experts import pack_fp8
 from shared.kernels.fp8_rows import becomes_fp8, quantize_rows, quantize_rows_ref
-from shared.kernels.linear import linear, linear_addends, sum_addends
+from shared.kernels.linear import linear, linear_addends, splits_of, sum_addends
+from shared.kernels.linear_swiglu import choose_fp8_row_tiles as linear_swiglu_tiles
 from shared.kernels.linear_swiglu import linear_swiglu
-from shared.kernels.quantized import QuantizedWeight, stack_rows
+from shared.kernels.linear_tiles import split_width
+from shared.kernels.quantized import SCALE_BLOCK, QuantizedWeight, stack_rows
 from tests.kernels.test_fp8_experts import NUM_EXPERTS, choose, random_experts
 from tests.kernels.test_linear_quantized import SCALINGS, weight_of
 from tests.marks import first_if_interpreted
@@ -183,3 +186,33 @@ def test_weights_of_which_some_have_rows_in_fp8_are_not_stacked(device: torch.de
     assert stack_rows([one, with_fp8_rows(other)]) is None
     stacked = stack_rows([with_fp8_rows(one), with_fp8_rows(other)])
     assert isinstance(stacked, QuantizedWeight) and stacked.has_fp8_rows
+
+
+# N, K, splits of a weight whose rows are in FP8, and of one whose rows are not.
+SPLITS = [(6144, 4096, 4, 2), (4096, 14336, 4, 4), (7168, 16384, 4, 2), (7168, 2048, 4, 2)]
+SPLITS += [(1536, 7168, 8, 4), (28672, 4096, 1, 1)]
+
+
+@pytest.mark.parametrize(("width_n", "width_k", "splits", "plain_splits"), SPLITS)
+def test_half_the_bytes_are_loaded_by_more_programs(
+    width_n: int, width_k: int, splits: int, plain_splits: int
+) -> None:
+    values = torch.empty((width_n, width_k), dtype=torch.float8_e4m3fn, device="meta")
+    weight = QuantizedWeight(values=values, scales=torch.ones(1, width_n), dtype=torch.bfloat16)
+    assert splits_of(weight) == splits_of(values) == plain_splits
+    assert splits_of(with_fp8_rows(weight)) == splits
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 32, 33, 700])
+@pytest.mark.parametrize(("width_k", "splits"), [(7168, 8), (4096, 4), (300, 1)])
+def test_no_tile_is_longer_than_what_it_is_to_hold(
+    num_rows: int, width_k: int, splits: int
+) -> None:
+    """A block with a scale of its own; and a split, unless it is all of K."""
+    split_k = split_width(width_k, splits)
+    for by_block in (False, True):
+        tiles = linear_tiles.choose_fp8_row_tiles(num_rows, split_k, by_block=by_block)
+        assert splits == 1 or split_k % tiles.block_k == 0
+        assert not by_block or tiles.block_k == SCALE_BLOCK
+    tiles = linear_swiglu_tiles(num_rows, by_block=True)
+    assert tiles.block_k == SCALE_BLOCK
