@@ -34,9 +34,15 @@ from shared.device import resolve_device
 from shared.kernels import linear as linear_module
 from shared.kernels.fp8_rows import quantize_rows, wants_fp8_rows
 from shared.kernels.int4 import MIDDLE, Int4Weight, pack_int4
-from shared.kernels.linear import linear_addends, multiply, splits_of, sum_addends
+from shared.kernels.linear import (
+    linear_addends,
+    most_split_rows,
+    multiply,
+    splits_of,
+    sum_addends,
+)
 from shared.kernels.linear_swiglu import linear_swiglu, multiply_swiglu
-from shared.kernels.linear_tiles import MAX_SPLIT_ROWS, Tiles
+from shared.kernels.linear_tiles import Tiles
 from shared.kernels.quantized import (
     SCALE_BLOCK,
     GpuWeight,
@@ -295,7 +301,7 @@ def _call(
         multiply_swiglu(x, weight, None, out, candidate.tiles, None)
         return out
     splits = candidate.splits or splits_of(weight)
-    splits = splits if len(x) <= MAX_SPLIT_ROWS else 1
+    splits = splits if len(x) <= most_split_rows(weight) else 1
     out = torch.empty((splits, len(x), weight.shape[0]), dtype=torch.float32, **place)
     multiply(x, weight, None, out, candidate.tiles, None, is_split=splits > 1)
     return out

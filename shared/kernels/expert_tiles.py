@@ -118,6 +118,8 @@ def down_tiles(x: torch.Tensor, weight: KernelWeights, grid: Grid) -> Tiles:
     if not x.is_cuda:
         return INTERPRETED_TILES
     if becomes_fp8(x, weight):
-        return linear_tiles.choose_fp8_row_tiles(grid.rows_per_expert, 0, by_block=True)
+        return linear_tiles.choose_fp8_row_tiles(
+            grid.rows_per_expert, (weight.shape[1], weight.shape[2]), by_block=True
+        )
     is_fp8 = isinstance(weight, QuantizedExperts)
     return choose_down_tiles(grid.rows_per_expert, x.element_size(), is_fp8=is_fp8)

@@ -26,6 +26,7 @@ from shared.kernels.int4 import SPLIT_MULTIPLE, Int4Weight
 from shared.kernels.linear_balanced import _balanced_linear_kernel
 from shared.kernels.linear_tiles import (
     INTERPRETED_TILES,
+    MAX_FP8_SPLIT_ROWS,
     MAX_SPLIT_ROWS,
     SQUARE_FP8_TILES,
     SQUARE_TILES,
@@ -186,7 +187,7 @@ def linear(
         return linear_cpu(rows, weight, bias, out_dtype=out_dtype)
     num_rows, width_n = rows.shape[0], weight.shape[0]
     dtype = out_dtype or rows.dtype
-    if splits_of(weight) > 1 and num_rows <= MAX_SPLIT_ROWS:
+    if splits_of(weight) > 1 and num_rows <= most_split_rows(weight):
         return sum_addends(linear_addends(x, weight), bias, dtype)
     out = torch.empty((num_rows, width_n), dtype=dtype, device=rows.device)
     if num_rows:
@@ -196,7 +197,7 @@ def linear(
 
 def num_addends(num_rows: int, weight: Weight) -> int:
     """Return how many addends `linear_addends` returns of so many rows."""
-    if isinstance(weight, CpuWeight) or num_rows > MAX_SPLIT_ROWS:
+    if isinstance(weight, CpuWeight) or num_rows > most_split_rows(weight):
         return 1
     if not use_triton(values_of(weight)):
         return 1
@@ -205,8 +206,16 @@ def num_addends(num_rows: int, weight: Weight) -> int:
 
 def splits_of(weight: GpuWeight) -> int:
     """Return into how many parts K of a weight is cut, by its form and shape alone."""
-    has_fp8_rows = isinstance(weight, QuantizedWeight) and weight.has_fp8_rows
-    return num_splits(*weight.shape, has_fp8_rows=has_fp8_rows)
+    return num_splits(*weight.shape, has_fp8_rows=_has_fp8_rows(weight))
+
+
+def most_split_rows(weight: GpuWeight) -> int:
+    """Return how many rows have a program for each split at most."""
+    return MAX_FP8_SPLIT_ROWS if _has_fp8_rows(weight) else MAX_SPLIT_ROWS
+
+
+def _has_fp8_rows(weight: GpuWeight) -> bool:
+    return isinstance(weight, QuantizedWeight) and weight.has_fp8_rows
 
 
 def linear_addends(
@@ -296,9 +305,7 @@ def _multiply(
             by_block = weight.scaling == "block"
             tiles = choose_fp8_tiles(num_rows, size, shape, by_block=by_block)
             if becomes_fp8(rows, weight):
-                split_k = split_width(shape[1], splits_of(weight))
-                tiles = choose_fp8_row_tiles(num_rows, split_k, by_block=by_block)
-                deal = None
+                tiles, deal = choose_fp8_row_tiles(num_rows, shape, by_block=by_block), None
             tiles = SQUARE_FP8_TILES if deal else tiles
         else:
             tiles = SQUARE_TILES if deal else choose_tiles(num_rows, size, shape[0])

@@ -26,6 +26,8 @@ _NUM_MULTIPROCESSORS = 132
 _WIDE_TILE_COST, _SHARE_COST = 1.7, 1.25
 # More rows than this are computed by programs that walk all splits.
 MAX_SPLIT_ROWS = 256
+# The same where rows are in FP8: products take half the time, and addends as long as ever.
+MAX_FP8_SPLIT_ROWS = 128
 
 
 class Tiles(NamedTuple):
@@ -114,19 +116,27 @@ def choose_fp8_tiles(
     return _WIDE
 
 
-def choose_fp8_row_tiles(num_rows: int, split_k: int, *, by_block: bool) -> Tiles:
-    """Return a GPU's tiles of a product of rows in FP8, at most as long as what shares a scale.
+def choose_fp8_row_tiles(num_rows: int, shape: tuple[int, int], *, by_block: bool) -> Tiles:
+    """Return a GPU's tiles of a product of rows and a weight [N, K] in FP8, at most as long as what
+    shares a scale.
 
     Args:
-        split_k: Length of a split.
         by_block: Blocks of K have scales of their own.
     """
+    width_n, width_k = shape
     if num_rows <= 32:
         block_t = 16 if num_rows <= 16 else 32
-        if not by_block and split_k % 256 == 0:
+        if not by_block and split_width(width_k, num_splits(*shape, has_fp8_rows=True)) % 256 == 0:
             return Tiles(64, block_t, 256, 4, 4)
         return Tiles(64, block_t, 128, 4, 3 if by_block and num_rows <= 16 else 4)
-    return Tiles(64, 64, 128, 4, 5) if num_rows <= 64 else Tiles(64, 128, 128, 4, 4)
+    if num_rows <= 64:
+        return Tiles(64, 64, 128, 4, 5)
+    tiles = Tiles(64, 128, 128, 4, 4)
+    # One more stage leaves room for one program only.
+    is_one = num_rows > MAX_FP8_SPLIT_ROWS and (
+        math.prod(num_tiles(tiles, num_rows, width_n)) <= _NUM_MULTIPROCESSORS
+    )
+    return tiles._replace(num_stages=5) if is_one and not by_block else tiles
 
 
 def choose_int4_tiles(num_rows: int, element_size: int, block_k: int) -> Tiles:

@@ -89,7 +89,7 @@ def expert_kernels(dtype: str):
         )
         tiles = expert_tiles.choose_down_tiles(rows_per_expert, size, is_fp8=is_fp8)
         if has_fp8_rows:
-            tiles = linear_tiles.choose_fp8_row_tiles(rows_per_expert, 0, by_block=True)
+            tiles = linear_tiles.choose_fp8_row_tiles(rows_per_expert, (2048, 768), by_block=True)
         weight, tiles = _weight(dtype, tiles, form)
         yield (
             expert_products._expert_down_kernel,

@@ -300,15 +300,18 @@ def fp8_row_products(dtype: str, scaling: str):
         return [*descriptors("fp8e4nv", tiles), "*fp32", "*fp32", f"*{dtype}"]
 
     for num_rows in (2048, 256, 128, 64, 32, 1):
-        tiles = linear_tiles.choose_fp8_row_tiles(num_rows, 1024, by_block=scaling == "block")
-        split = {"IS_SPLIT": num_rows <= 256, "NUM_SPLITS": 4, "SPLIT_K": 1024}
+        tiles = linear_tiles.choose_fp8_row_tiles(
+            num_rows, (4096, 4096), by_block=scaling == "block"
+        )
+        is_split = num_rows <= linear_tiles.MAX_FP8_SPLIT_ROWS
+        split = {"IS_SPLIT": is_split, "NUM_SPLITS": 4, "SPLIT_K": 1024}
         yield (
             linear._linear_kernel,
             [*types(tiles), "*fp32", *["i32"] * 3],
             {**dot, **blocks(tiles), **split},
             launch_options(tiles),
         )
-        tiles = linear_swiglu.choose_fp8_row_tiles(num_rows, by_block=scaling == "block")
+        tiles = linear_swiglu.choose_fp8_row_tiles(num_rows, by_block=by_block)
         yield (
             linear_swiglu._linear_swiglu_kernel,
             [*types(tiles), f"*{dtype}", *["i32"] * 3],

@@ -15,7 +15,7 @@ from shared.kernels.fp8_rows import becomes_fp8, quantize_rows, quantize_rows_re
 from shared.kernels.linear import linear, linear_addends, splits_of, sum_addends
 from shared.kernels.linear_swiglu import choose_fp8_row_tiles as linear_swiglu_tiles
 from shared.kernels.linear_swiglu import linear_swiglu
-from shared.kernels.linear_tiles import split_width
+from shared.kernels.linear_tiles import num_splits, split_width
 from shared.kernels.quantized import SCALE_BLOCK, QuantizedWeight, stack_rows
 from tests.kernels.test_fp8_experts import NUM_EXPERTS, choose, random_experts
 from tests.kernels.test_linear_quantized import SCALINGS, weight_of
@@ -209,9 +209,11 @@ def test_no_tile_is_longer_than_what_it_is_to_hold(
     num_rows: int, width_k: int, splits: int
 ) -> None:
     """A block with a scale of its own; and a split, unless it is all of K."""
+    shape = (1536 if splits == 8 else 4096, width_k)
+    assert num_splits(*shape, has_fp8_rows=True) == splits
     split_k = split_width(width_k, splits)
     for by_block in (False, True):
-        tiles = linear_tiles.choose_fp8_row_tiles(num_rows, split_k, by_block=by_block)
+        tiles = linear_tiles.choose_fp8_row_tiles(num_rows, shape, by_block=by_block)
         assert splits == 1 or split_k % tiles.block_k == 0
         assert not by_block or tiles.block_k == SCALE_BLOCK
     tiles = linear_swiglu_tiles(num_rows, by_block=True)
