@@ -210,8 +210,11 @@ class InflatedReader(CheckpointReader):
     def read_ahead(self, names: Iterable[str]) -> None:
         """Do nothing: there is nothing to read."""
 
-    def _read(self, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
-        return self._recipes[info.name].make(info.name, self._device).to(dtype)
+    def _read(
+        self, info: TensorInfo, dtype: torch.dtype, to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        tensor = self._recipes[info.name].make(info.name, self._device).to(dtype)
+        return tensor if to is None else to.copy_(tensor)
 
 
 def inflate_pair(shape: Shape, target_dir: Path, head_dir: Path) -> tuple[Checkpoint, Checkpoint]:

@@ -236,10 +236,14 @@ class CpuProducts:
         """Return the weights that are multiplied in this way, one of each shape."""
         return list({weight.shape: weight for weight in self._weights}.values())
 
+    @staticmethod
+    def packs(values: torch.Tensor) -> bool:
+        """Return whether a CPU multiplies by such values, which are packed for that."""
+        return values.device.type == "cpu" and not use_triton(values)
+
     def weight(self, given: GpuWeight) -> Weight:
         """Return a weight [N, K] as `linear` and its kin read it: packed, if a CPU computes it."""
-        values = values_of(given)
-        if values.device.type != "cpu" or use_triton(values):
+        if not self.packs(values_of(given)):
             return given
         weight = CpuWeight(given, self)
         self._weights.add(weight)

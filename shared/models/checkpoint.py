@@ -230,13 +230,27 @@ class CheckpointReader:
             dtype: What it becomes; None: the reader's.
         Raises: CheckpointError naming a tensor that is missing, mis-shaped or quantised.
         """
-        info = self._take(name, shape)
-        if info.dtype not in FLOAT_DTYPES:
-            raise CheckpointError(
-                f"{self.directory}: tensor {info.name!r} is {info.dtype}; it must be one of "
-                f"{', '.join(sorted(FLOAT_DTYPES))}: only projections of layers may be FP8 or int4"
-            )
-        return self._read(info, dtype or self._dtype)
+        return self._read(self._take_float(name, shape), dtype or self._dtype)
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Return memory on the device, in the reader's dtype."""
+        import torch
+
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def load_into(self, name: str, to: torch.Tensor) -> None:
+        """Load a floating-point tensor into memory for it; see `load`.
+
+        Args:
+            to: On the device, dense, in the reader's dtype.
+        Mutates: `to`.
+        """
+        self._read(self._take_float(name, to.shape), to.dtype, to)
+
+    def are_float(self, names: Iterable[str]) -> bool:
+        """Return whether tensors are there, and of no quantised weights."""
+        infos = map(self._infos.get, names)
+        return all(info is not None and info.dtype in FLOAT_DTYPES for info in infos)
 
     def load_weight(self, name: str, shape: Sequence[int]) -> Weight:
         """Return the weight of a linear layer, ready to be multiplied by; see `load`."""
@@ -456,5 +470,16 @@ class CheckpointReader:
         self._loaded.add(name)
         return info
 
-    def _read(self, info: TensorInfo, dtype: torch.dtype | None) -> torch.Tensor:
-        return self._reads.read(info, dtype)
+    def _take_float(self, name: str, shape: Sequence[int]) -> TensorInfo:
+        info = self._take(name, shape)
+        if info.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{self.directory}: tensor {info.name!r} is {info.dtype}; it must be one of "
+                f"{', '.join(sorted(FLOAT_DTYPES))}: only projections of layers may be FP8 or int4"
+            )
+        return info
+
+    def _read(
+        self, info: TensorInfo, dtype: torch.dtype | None, to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._reads.read(info, dtype, to)

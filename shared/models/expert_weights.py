@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -41,7 +42,10 @@ def load_expert_weights(
     experts = [f"{prefix}.experts.{expert}" for expert in range(num_experts)]
     in_order = [f"{expert}.{name}" for expert in experts for name in (names.gate, names.up)]
     in_order += [f"{expert}.{names.down}" for expert in experts]
-    reader.read_ahead(f"{module}.weight" for module in in_order)
+    in_order = [f"{module}.weight" for module in in_order]
+    reader.read_ahead(in_order)
+    if reader.are_float(in_order) and not reader.products.packs(reader.empty(0)):
+        return _load_plain(reader, in_order, config, hidden_size)
     gate_ups = _gate_ups(reader, experts, (names.gate, names.up), (config.width, hidden_size))
     downs = (
         reader.load_expert(f"{expert}.{names.down}.weight", (hidden_size, config.width))
@@ -52,6 +56,23 @@ def load_expert_weights(
         down=hold_experts(reader.products, _alike(reader, prefix, downs), num_experts),
         form=_form(config),
     )
+
+
+def _load_plain(
+    reader: CheckpointReader, in_order: Sequence[str], config: ExpertsConfig, hidden_size: int
+) -> LoadedExperts:
+    """Load experts in the dtype to where they stay.
+
+    Args:
+        in_order: Names of gate and up of each expert, then those of down.
+    """
+    num_experts, width = config.num_experts, config.width
+    gate_up = reader.empty(num_experts, 2, width, hidden_size)
+    down = reader.empty(num_experts, hidden_size, width)
+    places = chain(gate_up.flatten(0, 1), down)
+    for name, place in zip(in_order, places, strict=True):
+        reader.load_into(name, place)
+    return LoadedExperts(gate_up=gate_up.flatten(1, 2), down=down, form=_form(config))
 
 
 def _gate_ups(

@@ -132,7 +132,9 @@ class ReadAhead:
 
     def _take(self) -> _Stage:
         """Return a stage that has been read: a new one if none has, and there may be more."""
-        if self._free and (self._num_made == _NUM_STAGES or self._free[0].has_been_read()):
+        if self._free and self._free[0].has_been_read():
+            return self._free.popleft()
+        if self._num_made == _NUM_STAGES:
             stage = self._free.popleft()
             stage.wait()
             return stage
@@ -149,7 +151,7 @@ class ReadAhead:
 
 
 class _Stage:
-    """Memory that a GPU reads by itself; a CPU copies at once.
+    """Memory that a GPU reads by itself, in the stream of who makes it; a CPU copies at once.
 
     Attributes:
         memory: Its bytes.
@@ -159,13 +161,14 @@ class _Stage:
         is_gpu = device.type == "cuda"
         self._values = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_gpu)
         self._read = torch.cuda.Event() if is_gpu else None
+        self._stream = torch.cuda.current_stream(device) if is_gpu else None
         self.memory = memoryview(self._values.numpy().data)
 
     def send(self, to: torch.Tensor) -> None:
         """Let the device read the first bytes. Mutates: `to`."""
         to.copy_(self._values[: len(to)], non_blocking=True)
         if self._read is not None:
-            self._read.record(torch.cuda.current_stream(to.device))
+            self._read.record(self._stream)
 
     def has_been_read(self) -> bool:
         """Return whether the device has read what was sent last."""

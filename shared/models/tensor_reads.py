@@ -150,12 +150,16 @@ class TensorReads:
         if self._staged is not None:
             self._staged.read_ahead(info for info in infos if not info.is_pickled)
 
-    def read(self, info: TensorInfo, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return a tensor on the device, in memory of its own.
+    def read(
+        self, info: TensorInfo, dtype: torch.dtype | None, to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return a tensor on the device.
 
         Args:
             dtype: What it becomes; None: what it is.
+            to: Memory for it, of its shape, dense and in `dtype`; None: memory of its own.
         Raises: CheckpointError naming a tensor that cannot be read.
+        Mutates: `to`.
         """
         try:
             if info.is_pickled:
@@ -165,9 +169,14 @@ class TensorReads:
                 if self._staged is None:
                     tensor = self._copied(info, stored, dtype)
                 else:
-                    tensor = torch.empty(info.shape, dtype=stored, device=self._device)
+                    if to is not None and to.dtype is stored:
+                        tensor = to
+                    else:
+                        tensor = torch.empty(info.shape, dtype=stored, device=self._device)
                     self._staged.read(info, tensor.view(-1).view(torch.uint8))
                     tensor = tensor.to(dtype or stored)
+            if to is not None and tensor is not to:
+                tensor = to.copy_(tensor)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{info.file}: {info.name!r} is not readable: {error}") from error
         on_read = _on_read.get()

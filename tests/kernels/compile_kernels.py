@@ -300,9 +300,8 @@ def fp8_row_products(dtype: str, scaling: str):
         return [*descriptors("fp8e4nv", tiles), "*fp32", "*fp32", f"*{dtype}"]
 
     for num_rows in (2048, 256, 128, 64, 32, 1):
-        tiles = linear_tiles.choose_fp8_row_tiles(
-            num_rows, (4096, 4096), by_block=scaling == "block"
-        )
+        by_block = scaling == "block"
+        tiles = linear_tiles.choose_fp8_row_tiles(num_rows, (4096, 4096), by_block=by_block)
         is_split = num_rows <= linear_tiles.MAX_FP8_SPLIT_ROWS
         split = {"IS_SPLIT": is_split, "NUM_SPLITS": 4, "SPLIT_K": 1024}
         yield (

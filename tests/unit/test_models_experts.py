@@ -11,10 +11,13 @@ import torch
 
 from shared.errors import CheckpointError
 from shared.kernels.expert_choice import ChosenExperts, choose_experts
+from shared.kernels.products_cpu import CpuProducts
 from shared.messages import SamplingParams
 from shared.messages.routed_experts import join_routed
 from shared.models import experts as experts_module
+from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
+from shared.models.expert_weights import load_expert_weights
 from shared.models.experts_config import ExpertsConfig, ExpertTensors, GroupScore, Scoring
 from shared.models.llama import CausalLM
 from shared.models.tensor_files import TensorInfo
@@ -258,9 +261,9 @@ def test_tensors_of_experts_are_announced_in_the_order_in_which_they_are_read(
     was_read: list[str] = []
     read = TensorReads.read
 
-    def note(reads: TensorReads, info: TensorInfo, dtype: torch.dtype | None) -> torch.Tensor:
+    def note(reads: TensorReads, info: TensorInfo, *args: Any) -> torch.Tensor:
         was_read.append(info.name)
-        return read(reads, info, dtype)
+        return read(reads, info, *args)
 
     monkeypatch.setattr(
         TensorReads, "read_ahead", lambda _, infos: announced.extend(info.name for info in infos)
@@ -271,6 +274,34 @@ def test_tensors_of_experts_are_announced_in_the_order_in_which_they_are_read(
     of_experts = [name for name in was_read if ".experts." in name and not name.endswith(tiny)]
     assert announced == of_experts
     assert len(announced) >= INT4_SHAPE.num_layers * 6 * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_that_are_not_packed_are_read_to_where_they_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    directory = checkpoints.write_qwen3_moe(tmp_path / "moe")
+    config = ModelConfig.from_checkpoint(directory)
+    assert config.experts is not None
+    prefix = "model.layers.0.mlp"
+    with CheckpointReader(directory, device=CPU, dtype=dtype) as reader:
+        monkeypatch.setattr(CpuProducts, "packs", lambda *_: False)
+        held = load_expert_weights(reader, prefix, config.experts, config.hidden_size)
+        assert isinstance(held.gate_up, torch.Tensor) and isinstance(held.down, torch.Tensor)
+        width, hidden = config.experts.width, config.hidden_size
+        for expert in range(config.experts.num_experts):
+            gate, up, down = (
+                reader.load(f"{prefix}.experts.{expert}.{name}_proj.weight", shape)
+                for name, shape in (
+                    ("gate", (width, hidden)),
+                    ("up", (width, hidden)),
+                    ("down", (hidden, width)),
+                )
+            )
+            assert torch.equal(held.gate_up[expert], torch.cat([gate, up]))
+            assert torch.equal(held.down[expert], down)
+        with pytest.raises(CheckpointError, match="shape"):
+            load_expert_weights(reader, prefix, config.experts, hidden + 1)
 
 
 @pytest.mark.parametrize("name", [DOWN, DOWN.replace("down", "up"), f"{DOWN}_scale_inv"])

@@ -97,6 +97,10 @@ def check_tensors(directory: Path, tensors: dict[str, torch.Tensor], reads: Tens
         assert torch.equal(bits_of(got).cpu(), bits_of(want))
         for dtype in (torch.float32, torch.bfloat16):
             assert torch.equal(bits_of(reads.read(info, dtype)).cpu(), bits_of(want.to(dtype)))
+        for dtype in (want.dtype, torch.float32):
+            place = torch.zeros(want.shape, dtype=dtype, device=got.device)
+            assert reads.read(info, dtype, place) is place
+            assert torch.equal(bits_of(place).cpu(), bits_of(want.to(dtype)))
     close(reads)
 
 
