@@ -8,6 +8,11 @@ live through all other faults (resets, cuts, short stops, torn words, others' de
 whether memory grows.
 
     python -m benchmarks.soak --minutes 120 --output benchmarks/results/soak_cpu.json
+
+With `--stack`, options of `coppice up` as JSON, there are no faults: as long a load, cancellations
+included, on a stack of any kind, on a GPU for one.
+
+    python -m benchmarks.soak --minutes 60 --rate 20 --stack '{"device": "cuda"}'
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from benchmarks.soak_memory import Sampler, growth
 from coppice.stack.config import stack_config
 from tests.e2e.fault_schedules import FAULTS, NUM_OF_ROLE, PARTS, Scene
 from tests.e2e.harm import HarmedStack, harmed_stack
-from tests.e2e.serving import generate_alone
+from tests.e2e.serving import generate_alone, running
 
 GAP_S = (20.0, 60.0)
 HOLD_S = (2.0, 20.0)
@@ -145,19 +150,41 @@ class Faults:
                 return name
 
 
+class Quiet:
+    """No faults, for a given time."""
+
+    def __init__(self, length_s: float) -> None:
+        self._length_s = length_s
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.failures: list[str] = []
+
+    def play(self, note: Callable[[], None]) -> None:
+        """Wait; call `note` every minute."""
+        ends_s = time.monotonic() + self._length_s
+        while (left_s := ends_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, 60.0))
+            note()
+
+
 def main() -> None:
     """Run what the flags ask for."""
     args = _parse()
     length_s = 60 * args.minutes
     results: dict[str, Any] = {**describe_machine(), "began": time.strftime("%F %T")}
     given = {"num_targets": NUM_OF_ROLE, "num_drafts": NUM_OF_ROLE, "port": 0, "device": "cpu"}
+    has_faults = args.stack is None
+    if not has_faults:
+        given = {"port": 0, "http_port": 0, **json.loads(args.stack)}
+    config = stack_config(given)
     log = open(args.log, "w") if args.log else None
     tracebacks: list[str] = []
-    with harmed_stack(stack_config(given)) as stack:
+    with harmed_stack(config) if has_faults else running(config) as stack:
         stack.wait_paired()
         plain = generate_alone(stack.address, list(REQUESTS.values()))
         sampler = Sampler(stack)
-        faults = Faults(stack, length_s, random.Random(args.seed))
+        is_harmed = isinstance(stack, HarmedStack)
+        faults = Faults(stack, length_s, random.Random(args.seed)) if is_harmed else Quiet(length_s)
+        address = stack.front_address if is_harmed else stack.address
 
         def note() -> None:
             lines, stack.log = stack.log, []
@@ -169,13 +196,14 @@ def main() -> None:
             _write(args.output, results)
 
         with sampler.sampling():
-            load = Load(stack.front_address, plain, args.rate, random.Random(args.seed + 1))
+            load = Load(address, plain, args.rate, random.Random(args.seed + 1))
             faults.play(note)
             load.finish(END_TIMEOUT_S)
         note()
         stack.check_idle()
-        stack.check_nothing_left()
-    # The stack has ended: harmed_stack has checked that no process and no file is left.
+        if isinstance(stack, HarmedStack):
+            stack.check_nothing_left()
+    # The stack has ended, and whoever ran it has checked that no process and no file is left.
     results |= {"pages_free": True, "nothing_left": True, "ended": time.strftime("%F %T")}
     _write(args.output, results)
     _print(results)
@@ -188,16 +216,19 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--rate", type=float, default=0.3, help="requests per second")
     parser.add_argument("--seed", type=int, default=14)
+    parser.add_argument("--stack", help="options of coppice up, JSON; then there are no faults")
     parser.add_argument("--log", default="", help="file for what the services write")
     parser.add_argument("--output", default="", help="file to write, JSON")
     return parser.parse_args()
 
 
 def _results(
-    sampler: Sampler, load: Load, faults: Faults, tracebacks: list[str], length_s: float
+    sampler: Sampler, load: Load, faults: Faults | Quiet, tracebacks: list[str], length_s: float
 ) -> dict[str, Any]:
     warm_up_s = WARM_UP_PART * length_s
-    least_s = max(MIN_LIFE_S, MIN_LIFE_PART * length_s)
+    least_s = MIN_LIFE_PART * length_s
+    if isinstance(faults, Faults):
+        least_s = max(MIN_LIFE_S, least_s)
     lives = [life for life in list(sampler.lives) if life.length_s > least_s]
     summaries = [summary for life in lives if (summary := life.summary(warm_up_s))]
     return {
