@@ -9,8 +9,8 @@ whether memory grows.
 
     python -m benchmarks.soak --minutes 120 --output benchmarks/results/soak_cpu.json
 
-With `--stack`, options of `coppice up` as JSON, there are no faults: as long a load, cancellations
-included, on a stack of any kind, on a GPU for one.
+With `--stack`, options of `coppice up` as JSON (with the tables "target" and "draft"), there are no
+faults: as long a load, cancellations included, on a stack of any kind, on a GPU for one.
 
     python -m benchmarks.soak --minutes 60 --rate 20 --stack '{"device": "cuda"}'
 """
@@ -33,6 +33,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.soak_load import REQUESTS, Load
 from benchmarks.soak_memory import Sampler, growth
 from coppice.stack.config import stack_config
+from shared.config import DraftConfig, TargetConfig
 from tests.e2e.fault_schedules import FAULTS, NUM_OF_ROLE, PARTS, Scene
 from tests.e2e.harm import HarmedStack, harmed_stack
 from tests.e2e.serving import generate_alone, running
@@ -172,10 +173,12 @@ def main() -> None:
     length_s = 60 * args.minutes
     results: dict[str, Any] = {**describe_machine(), "began": time.strftime("%F %T")}
     given = {"num_targets": NUM_OF_ROLE, "num_drafts": NUM_OF_ROLE, "port": 0, "device": "cpu"}
-    has_faults = args.stack is None
+    has_faults, tables = args.stack is None, {}
     if not has_faults:
         given = {"port": 0, "http_port": 0, **json.loads(args.stack)}
-    config = stack_config(given)
+        tables = {"target": TargetConfig(**given.pop("target", {}))}
+        tables["draft"] = DraftConfig(**given.pop("draft", {}))
+    config = stack_config(given, **tables)
     log = open(args.log, "w") if args.log else None
     tracebacks: list[str] = []
     with harmed_stack(config) if has_faults else running(config) as stack:
