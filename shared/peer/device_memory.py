@@ -9,7 +9,8 @@ CUDA promises that the memory is there until it is freed, and wants all to have 
 that. Of a lender that dies it says nothing. What is relied upon is that the driver counts who has
 mapped an allocation, and keeps it for the last one: its kernel module takes a reference for each
 mapping, "so it can't go away under us" (open-gpu-kernel-modules, uvm_map_external.c). So what is
-being stored when the lender is killed ends up in memory that nobody reads.
+being stored when the lender is killed ends up in memory that nobody reads: on two H200s thousands
+of launches that wrote there went on without an error.
 
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html
 https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__DEVICE.html
