@@ -163,7 +163,7 @@ class _Layer:
         count, device, dtype = self._shape.num_experts, self._device, self._dtype
         if is_fp8:
             weights = (random_fp8(size, device, dtype, self._generator) for _ in range(count))
-            return pack_fp8(weights, count)
+            return pack_fp8(weights)
         values = torch.empty((count, *size), dtype=dtype, device=device)
         return values.normal_(std=size[-1] ** -0.5, generator=self._generator)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,22 +48,36 @@ class QuantizedExperts:
         )
 
 
-def pack_fp8(weights: Iterable[QuantizedWeight], num_experts: int) -> QuantizedExperts:
-    """Return weights as kernels read them.
+def join_fp8(
+    values: torch.Tensor, weights: Sequence[QuantizedWeight], num_parts: int
+) -> QuantizedExperts | None:
+    """Return weights whose values lie where kernels read them; None: their scales are not alike.
 
     Args:
-        weights: Of expert 0, 1, ..., alike in shape and scaling; taken one at a time.
+        values: [E, P, N, K], of the weights.
+        weights: Of the parts of expert 0, then of expert 1, ..., whose outputs come one after the
+            other.
+        num_parts: P.
     """
-    held: QuantizedExperts | None = None
-    for expert, weight in enumerate(weights):
-        if held is None:
-            held = QuantizedExperts(
-                values=weight.values.new_empty((num_experts, *weight.values.shape)),
-                scales=weight.scales.new_empty((num_experts, *weight.scales.shape)),
-                dtype=weight.dtype,
-                has_fp8_rows=weight.has_fp8_rows,
-            )
-        held.values[expert].view(torch.uint8).copy_(weight.values.view(torch.uint8))
-        held.scales[expert].copy_(weight.scales)
-    assert held is not None and expert == num_experts - 1
-    return held
+    if len({(weight.scales.shape, weight.has_fp8_rows) for weight in weights}) > 1:
+        return None
+    scales = torch.stack([weight.scales for weight in weights]).unflatten(0, (-1, num_parts))
+    return QuantizedExperts(
+        values=values.flatten(1, 2),
+        scales=scales.transpose(1, 2).flatten(2),  # [E, P, S, N] -> [E, S, P N]
+        dtype=weights[0].dtype,
+        has_fp8_rows=weights[0].has_fp8_rows,
+    )
+
+
+def pack_fp8(weights: Iterable[QuantizedWeight]) -> QuantizedExperts:
+    """Return weights as kernels read them, by a copy.
+
+    Args:
+        weights: Of expert 0, 1, ..., alike in shape and scaling.
+    """
+    weights = list(weights)
+    values = torch.stack([weight.values.view(torch.uint8) for weight in weights])
+    experts = join_fp8(values.view(torch.float8_e4m3fn)[:, None], weights, 1)
+    assert experts is not None
+    return experts

@@ -232,11 +232,11 @@ class CheckpointReader:
         """
         return self._read(self._take_float(name, shape), dtype or self._dtype)
 
-    def empty(self, *shape: int) -> torch.Tensor:
-        """Return memory on the device, in the reader's dtype."""
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return memory on the device, in a dtype or the reader's."""
         import torch
 
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
 
     def load_into(self, name: str, to: torch.Tensor) -> None:
         """Load a floating-point tensor into memory for it; see `load`.
@@ -287,10 +287,18 @@ class CheckpointReader:
 
         Others are in the dtype, dequantised if need be; see `load_matrix`.
         """
-        info = self._infos.get(name)
-        if info is not None and info.dtype == FP8_DTYPE:
+        if self.are_fp8([name]):
             return self._load_quantized(name, shape)
         return self.load_dense(name, shape)
+
+    def load_fp8_into(self, name: str, to: torch.Tensor) -> QuantizedWeight:
+        """Load a weight in FP8, its values into memory for them; see `load_matrix`.
+
+        Args:
+            to: On the device, dense, float8_e4m3fn.
+        Mutates: `to`.
+        """
+        return self._load_quantized(name, to.shape, to)
 
     def load_matrix(self, name: str, shape: Sequence[int]) -> GpuWeight:
         """Return the weight of a projection on the device, in FP8, in int4 or in the dtype.
@@ -355,13 +363,20 @@ class CheckpointReader:
             )
         return self._read(info, None)
 
-    def _load_quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight:
-        """Load values and scales."""
+    def are_fp8(self, names: Iterable[str]) -> bool:
+        """Return whether the values of weights are there, in FP8."""
+        infos = map(self._infos.get, names)
+        return all(info is not None and info.dtype == FP8_DTYPE for info in infos)
+
+    def _load_quantized(
+        self, name: str, shape: Sequence[int], to: torch.Tensor | None = None
+    ) -> QuantizedWeight:
+        """Load values and scales, the values into memory for them, if there is some."""
         import torch
 
         from shared.kernels.quantized import QuantizedWeight, spread_scales
 
-        values = self._read(self._take(name, shape), torch.float8_e4m3fn)
+        values = self._read(self._take(name, shape), torch.float8_e4m3fn, to)
         found = [f"{name}{end}" for end in _SCALE_ENDS if f"{name}{end}" in self._infos]
         if len(found) != 1:
             ends = " or ".join(_SCALE_ENDS)

@@ -10,6 +10,7 @@ import torch
 
 from shared.errors import CheckpointError
 from shared.kernels.expert_products_cpu import ExpertForm, ExpertWeights, hold_experts, hold_mxfp4
+from shared.kernels.fp8_experts import join_fp8
 from shared.kernels.mxfp4 import MXFP4_BLOCK, has_numbers
 from shared.kernels.quantized import GpuWeight, QuantizedWeight, stack_rows
 from shared.models.checkpoint import CheckpointReader
@@ -44,8 +45,11 @@ def load_expert_weights(
     in_order += [f"{expert}.{names.down}" for expert in experts]
     in_order = [f"{module}.weight" for module in in_order]
     reader.read_ahead(in_order)
-    if reader.are_float(in_order) and not reader.products.packs(reader.empty(0)):
-        return _load_plain(reader, in_order, config, hidden_size)
+    if not reader.products.packs(reader.empty(0)):
+        if reader.are_float(in_order):
+            return _load_plain(reader, in_order, config, hidden_size)
+        if reader.are_fp8(in_order):
+            return _load_fp8(reader, prefix, in_order, config, hidden_size)
     gate_ups = _gate_ups(reader, experts, (names.gate, names.up), (config.width, hidden_size))
     downs = (
         reader.load_expert(f"{expert}.{names.down}.weight", (hidden_size, config.width))
@@ -75,6 +79,30 @@ def _load_plain(
     return LoadedExperts(gate_up=gate_up.flatten(1, 2), down=down, form=_form(config))
 
 
+def _load_fp8(
+    reader: CheckpointReader,
+    prefix: str,
+    in_order: Sequence[str],
+    config: ExpertsConfig,
+    hidden_size: int,
+) -> LoadedExperts:
+    """Load experts in FP8, as `_load_plain` does others."""
+    num_experts, width = config.num_experts, config.width
+    held = []
+    for names, shape in (
+        (in_order[: 2 * num_experts], (2, width, hidden_size)),
+        (in_order[2 * num_experts :], (1, hidden_size, width)),
+    ):
+        values = reader.empty(num_experts, *shape, dtype=torch.float8_e4m3fn)
+        places = values.flatten(0, 1)
+        weights = [reader.load_fp8_into(*one) for one in zip(names, places, strict=True)]
+        experts = join_fp8(values, weights, shape[0])
+        if experts is None:
+            raise _unlike(reader, prefix)
+        held.append(experts)
+    return LoadedExperts(gate_up=held[0], down=held[1], form=_form(config))
+
+
 def _gate_ups(
     reader: CheckpointReader, modules: list[str], names: tuple[str, str], shape: tuple[int, int]
 ) -> Iterator[GpuWeight | None]:
@@ -94,12 +122,16 @@ def _alike(
     for weight in weights:
         form = weight.scaling if isinstance(weight, QuantizedWeight) else ""
         if weight is None or form != (form if first is None else first):
-            raise CheckpointError(
-                f"{reader.directory}: the experts of {prefix} are multiplied at once; all or none "
-                "of them must be FP8, with scales of one kind"
-            )
+            raise _unlike(reader, prefix)
         first = form
         yield weight
+
+
+def _unlike(reader: CheckpointReader, prefix: str) -> CheckpointError:
+    return CheckpointError(
+        f"{reader.directory}: the experts of {prefix} are multiplied at once; all or none of them "
+        "must be FP8, with scales of one kind"
+    )
 
 
 def _load_fused(

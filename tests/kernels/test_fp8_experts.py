@@ -65,7 +65,10 @@ class Layer:
         ]
         products = CpuProducts()
         self.held: list[ExpertWeights] = [
-            hold_experts(products, iter(one), NUM_EXPERTS) for one in self.stored
+            hold_experts(products, iter(one), NUM_EXPERTS)
+            if products.packs(one[0].values)
+            else pack_fp8(one)
+            for one in self.stored
         ]
 
     def apply(self, x: torch.Tensor, ids: list[list[int]]) -> torch.Tensor:
@@ -157,7 +160,7 @@ def test_a_cpu_that_holds_them_packed_dequantises_expert_by_expert() -> None:
     stored = [
         random_experts(*shape, "block", torch.float32, cpu) for shape in ((96, 140), (24, 48))
     ]
-    packed = [pack_fp8(one, NUM_EXPERTS) for one in stored]
+    packed = [pack_fp8(one) for one in stored]
     dense = [torch.stack([weight.dequantized() for weight in one]) for one in stored]
     x, chosen = torch.randn(3, 140), choose([[0, 3], [3, 8], [NUM_EXPERTS] * 2], cpu)
     outs = [torch.full((2, 3, 24), torch.nan) for _ in range(2)]

@@ -165,7 +165,7 @@ def test_no_fp8_is_wanted_of_rows_of_32_bits(device: torch.device) -> None:
 def test_experts_read_the_fp8_that_is_there(device: torch.device, num_rows: int) -> None:
     width_k, width_f, width_n, dtype = 320, 48, 40, torch.bfloat16
     plain, down = (
-        pack_fp8(random_experts(*shape, "block", dtype, device), NUM_EXPERTS)
+        pack_fp8(random_experts(*shape, "block", dtype, device))
         for shape in ((2 * width_f, width_k), (width_n, width_f))
     )
     gate_up = replace(plain, has_fp8_rows=True)

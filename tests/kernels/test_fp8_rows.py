@@ -160,7 +160,7 @@ def test_experts_multiply_rows_in_fp8(
         [with_fp8_rows(one) for one in random_experts(*shape, scaling, dtype, device)]
         for shape in ((2 * width_f, width_k), (width_n, width_f))
     ]
-    gate_up, down = (pack_fp8(one, NUM_EXPERTS) for one in stored)
+    gate_up, down = (pack_fp8(one) for one in stored)
     x = torch.randn(num_rows, width_k).to(device, dtype)
     ids = [[row % NUM_EXPERTS, (3 * row + 1) % NUM_EXPERTS] for row in range(num_rows)]
     chosen = choose(ids, device)

@@ -11,7 +11,9 @@ import torch
 
 from shared.errors import CheckpointError
 from shared.kernels.expert_choice import ChosenExperts, choose_experts
+from shared.kernels.fp8_experts import QuantizedExperts
 from shared.kernels.products_cpu import CpuProducts
+from shared.kernels.quantized import QuantizedWeight, stack_rows
 from shared.messages import SamplingParams
 from shared.messages.routed_experts import join_routed
 from shared.models import experts as experts_module
@@ -302,6 +304,52 @@ def test_experts_that_are_not_packed_are_read_to_where_they_stay(
             assert torch.equal(held.down[expert], down)
         with pytest.raises(CheckpointError, match="shape"):
             load_expert_weights(reader, prefix, config.experts, hidden + 1)
+
+
+@pytest.mark.parametrize("form", ["block", "channel"])
+def test_experts_in_fp8_are_read_to_where_they_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    source = checkpoints.write_qwen3_moe(tmp_path / "source", width=160)
+    directory = write_fp8(source, tmp_path / "fp8", form)
+    config = ModelConfig.from_checkpoint(directory)
+    assert config.experts is not None
+    width, hidden = config.experts.width, config.hidden_size
+    prefix = "model.layers.0.mlp"
+    monkeypatch.setattr(CpuProducts, "packs", lambda *_: False)
+    with CheckpointReader(directory, device=CPU, dtype=torch.bfloat16) as reader:
+        held = load_expert_weights(reader, prefix, config.experts, hidden)
+        assert isinstance(held.gate_up, QuantizedExperts) and isinstance(
+            held.down, QuantizedExperts
+        )
+        assert held.down.scaling == form
+        for expert in range(config.experts.num_experts):
+            name = f"{prefix}.experts.{expert}"
+            parts = [
+                reader.load_expert(f"{name}.{part}_proj.weight", (width, hidden))
+                for part in ("gate", "up")
+            ]
+            down = reader.load_expert(f"{name}.down_proj.weight", (hidden, width))
+            gate_up = stack_rows(parts)
+            for got, want in ((held.gate_up[expert], gate_up), (held.down[expert], down)):
+                assert isinstance(want, QuantizedWeight) and got.has_fp8_rows == want.has_fp8_rows
+                assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
+                assert torch.equal(got.scales, want.scales)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_experts_whose_scales_are_unlike_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_packed: bool
+) -> None:
+    def per_output(tensors: Tensors) -> None:
+        size = len(tensors[DOWN])
+        tensors[f"{DOWN}_scale_inv"] = torch.ones(size, 1)
+
+    source = checkpoints.write_qwen3_moe(tmp_path / "source", width=160)
+    directory = edit_checkpoint(write_fp8(source, tmp_path / "fp8", "block"), tensors=per_output)
+    monkeypatch.setattr(CpuProducts, "packs", lambda *_: is_packed)
+    with pytest.raises(CheckpointError, match="must be FP8, with scales of one kind"):
+        CausalLM.from_checkpoint(directory, CPU, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", [DOWN, DOWN.replace("down", "up"), f"{DOWN}_scale_inv"])
