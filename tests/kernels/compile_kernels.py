@@ -436,7 +436,7 @@ def attention_kernels(dtype: str):
         if caches == dtype:
             scales, shape["v_scale"] = ["fp32"] * 2, None
         # Requests of few rows are always taken so that they may be in sequence.
-        for num_queries in {queries, 16} if is_sequential else {queries}:
+        for num_queries in (queries, 16) if is_sequential and queries > 16 else (queries,):
             yield (
                 tree_attention_kernels._shared_tiles_kernel,
                 [*values, *["*i32"] * 3, *["i32"] * 2, *scales],
