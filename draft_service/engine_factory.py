@@ -230,6 +230,8 @@ def make_pool(
         longest: Tokens of the longest request.
     Raises: ConfigError if hardly any token would be seen.
     """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading took and left
     window = min(config.window or model.max_position, model.max_position, longest)
     num_pages = choose_num_pages(
         num_pages=config.num_pages,

@@ -154,6 +154,7 @@ class PeerRounds(TreeSource):
     def order_next(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
     ) -> None:
+        self.shapes.begin_orders()
         for (channel, shapes, has_features), rows in self._rows_to_order(trees, nodes).items():
             requests, paths = [trees.requests[row] for row in rows], [nodes[row] for row in rows]
             if not has_features:

@@ -70,7 +70,8 @@ class DeviceRounds(PathSource):
         self._post_staging = Staging(runner.pool.device, STAGED_BYTES)
         self.lent_rows = LentRows(CudaMemory(runner.pool.device))
         self._mailboxes: dict[PeerChannel | None, MailboxEnd] = {}  # None is no key
-        self._offered: dict[PeerChannel, str] = {}  # no answer yet; names of the targets
+        self._offered: dict[PeerChannel, str] = {}  # names of the targets
+        self._unanswered: set[PeerChannel] = set()
         self._launched: _Launched | None = None
         # When the first launch of this round was, and how long after that paths of the last ones
         # were here.
@@ -98,17 +99,18 @@ class DeviceRounds(PathSource):
         offer = self.lent_rows.offer(socket_name, mailbox)
         if offer is not None:
             self._offered[channel] = socket_name
+            self._unanswered.add(channel)
             channel.put(offer)
 
     def take_answer(self, channel: PeerChannel, *, is_taken: bool) -> None:
-        socket_name = self._offered.pop(channel, None)
-        if socket_name is None:
+        if channel not in self._unanswered:
             return
+        self._unanswered.remove(channel)
         if is_taken:
             mailbox = self._mailboxes[channel]
-            self._mailboxes[channel] = self.lent_rows.in_use(socket_name, mailbox)
+            self._mailboxes[channel] = self.lent_rows.in_use(self._offered[channel], mailbox)
         else:
-            self.lent_rows.refused(socket_name)
+            self.lent_rows.refused(self._offered.pop(channel))
 
     def disconnect(self, channel: PeerChannel) -> None:
         """Leave the mailbox of a target that is gone, which the device may be about to read."""
@@ -117,7 +119,10 @@ class DeviceRounds(PathSource):
             self.overlap.restore(self._launched.requests)
             self._launched = None
         self._mailboxes.pop(channel, None)
-        self._offered.pop(channel, None)
+        self._unanswered.discard(channel)
+        socket_name = self._offered.pop(channel, None)
+        if socket_name is not None:
+            self.lent_rows.leave(socket_name)
 
     def has_mailbox(self, channel: PeerChannel) -> bool:
         return channel in self._mailboxes

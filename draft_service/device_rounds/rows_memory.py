@@ -31,6 +31,7 @@ class LentRows:
         self._memory = memory
         self._directory = directory
         self._by_target: dict[str, Lent] = {}
+        self._with_channel: set[str] = set()
 
     def offer(self, socket_name: str, mailbox: MailboxEnd) -> RowsOffer | None:
         """Return what to offer a target; None: nothing, its rows come through its mailbox."""
@@ -46,7 +47,12 @@ class LentRows:
                 logger.info("feature rows come through the host's memory: %s", error)
                 return None
             self._by_target[socket_name] = lent
+        self._with_channel.add(socket_name)
         return RowsOffer(handle=lent.handle, gpu=self._memory.gpu, num_bytes=num_bytes)
+
+    def leave(self, socket_name: str) -> None:
+        """Take note that the channel to a target is gone: no path of it is taken any more."""
+        self._with_channel.discard(socket_name)
 
     def in_use(self, socket_name: str, mailbox: MailboxEnd) -> MailboxEnd:
         """Return a target's mailbox with the rows where it will write them: it has taken them."""
@@ -61,12 +67,15 @@ class LentRows:
         self._free(socket_name)
 
     def _free_of_dead(self) -> None:
-        """Free what was lent to targets that have died: they have it mapped no longer."""
-        for name in list(self._by_target):
+        """Free what was lent to targets that have died: they have it mapped no longer. Of one whose
+        channel is still there, paths may come that were posted before.
+        """
+        for name in self._by_target.keys() - self._with_channel:
             if not MAILBOXES.is_held(self._directory, mailbox_name(name)):
                 self._free(name)
 
     def _free(self, socket_name: str) -> None:
+        self._with_channel.discard(socket_name)
         try:
             self._by_target.pop(socket_name).free()
         except OSError as error:

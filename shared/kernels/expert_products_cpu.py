@@ -11,9 +11,10 @@ import torch
 
 from shared.kernels.dispatch import use_triton
 from shared.kernels.expert_choice import ChosenExperts
-from shared.kernels.fp8_experts import QuantizedExperts
+from shared.kernels.fp8_experts import QuantizedExperts, pack_fp8
 from shared.kernels.mxfp4 import Mxfp4Weights, dequantize_mxfp4, pack_mxfp4
 from shared.kernels.products_cpu import CpuProducts, CpuWeight, Weight, linear_cpu
+from shared.kernels.quantized import QuantizedWeight
 from shared.kernels.swiglu import clamped_swiglu, swiglu
 
 KernelWeights = torch.Tensor | Mxfp4Weights | QuantizedExperts
@@ -50,14 +51,15 @@ def hold_experts(
     """Return weights [N, K] of experts as their products read them: a CPU dequantised.
 
     Args:
-        weights: Of expert 0, 1, ..., tensors, or QuantizedWeight for a CPU; at least one, and taken
-            one at a time.
+        weights: Of expert 0, 1, ..., tensors or all of them QuantizedWeight; at least one.
     """
     first = next(weights)
     held = products.weight(first)
     if isinstance(held, CpuWeight):
         return [held, *(products.weight(weight) for weight in weights)]
     rest = chain([first], weights)
+    if isinstance(first, QuantizedWeight):
+        return pack_fp8(rest)
     stacked = first.new_empty((num_experts, *first.shape))
     for expert, weight in enumerate(rest):
         stacked[expert] = weight

@@ -23,6 +23,8 @@ E4M3_MAX = 448.0
 # Values of k that share a scale, where an output has more than one.
 SCALE_BLOCK = 128
 _BLOCK = tl.constexpr(SCALE_BLOCK)
+# Rows of a weight that become FP8 at once.
+_QUANTIZED_ROWS = 1 << 13
 # e4m3 has 4 bits of exponent, with a bias of 7; moved to where bfloat16 and float32 have theirs, a
 # value lacks this factor. It is exact, of subnormal values too.
 _REBIAS = tl.constexpr(2.0**120)
@@ -114,14 +116,23 @@ def quantize(weight: torch.Tensor, *, has_fp8_rows: bool = False) -> QuantizedWe
         weight: [N, K], finite.
         has_fp8_rows: See QuantizedWeight.
     """
-    rows = weight.float()
-    # By a tensor: by a number, a GPU would multiply by what is nearly its inverse.
-    largest = rows.abs().amax(dim=1)
-    scales = largest / torch.full_like(largest, E4M3_MAX)
-    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
-    values = (rows / scales[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    values = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    # In parts: that of a vocabulary would take six times its memory.
+    for begin in range(0, len(weight), _QUANTIZED_ROWS):
+        part = slice(begin, begin + _QUANTIZED_ROWS)
+        rows = weight[part].float()
+        # By a tensor: by a number, a GPU would multiply by what is nearly its inverse.
+        largest = rows.abs().amax(dim=1)
+        scale = largest / torch.full_like(largest, E4M3_MAX)
+        scales[part] = scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        scaled = (rows / scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX)
+        values[part] = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     return QuantizedWeight(
-        values=values, scales=scales[None], dtype=weight.dtype, has_fp8_rows=has_fp8_rows
+        values=values.view(torch.float8_e4m3fn),
+        scales=scales[None],
+        dtype=weight.dtype,
+        has_fp8_rows=has_fp8_rows,
     )
 
 

@@ -257,12 +257,21 @@ class CheckpointReader:
         return self.products.weight(self.load(name, shape))
 
     def output_layer(self, weight: torch.Tensor) -> Weight:
-        """Return the output layer of a draft, [V, h], ready to be multiplied by."""
+        """Return the output layer of a draft, [V, h], ready to be multiplied by.
+
+        Raises: CheckpointError if it is to become FP8, and holds no numbers.
+        """
         from shared.kernels.quantized import quantize
 
-        if self._quantization in (FP8, FP8_OUTPUT):
-            return self.products.weight(quantize(weight, has_fp8_rows=True))
-        return self.products.weight(weight)
+        if self._quantization not in (FP8, FP8_OUTPUT):
+            return self.products.weight(weight)
+        quantized = quantize(weight, has_fp8_rows=True)
+        if not quantized.is_finite():
+            raise CheckpointError(
+                f"{self.directory}: the output layer of the draft holds NaN or infinity; get an "
+                "undamaged checkpoint"
+            )
+        return self.products.weight(quantized)
 
     def load_projection(self, name: str, shape: Sequence[int]) -> Weight:
         """Return the weight of a projection, ready to be multiplied by; see `load_matrix`."""

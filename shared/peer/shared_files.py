@@ -59,11 +59,15 @@ class SharedFiles:
         return fd
 
     def is_held(self, directory: Path, name: str) -> bool:
-        """Return whether the maker of a file lives; False, too, if the file is gone."""
+        """Return whether the maker of a file lives; False, too, if the file is gone, and True if it
+        cannot be asked.
+        """
         try:
             fd = self.open(directory, name, is_writable=True)
-        except OSError:
+        except FileNotFoundError:
             return False
+        except OSError:
+            return True
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

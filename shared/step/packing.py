@@ -20,6 +20,7 @@ from shared.kernels.tree_attention import TreeAttentionMetadata
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES
 from shared.models.attention import ForwardInput
+from shared.step.buckets import bucket_of
 from shared.step.staging import Fields, Staging
 from shared.tree import TreeLayout, paths_of
 
@@ -173,9 +174,10 @@ def pack_rows(
 def captures_few_rows(num_rows: int, pool: KVPool, few_rows: int) -> bool:
     """Return whether steps padded to so many rows are captured apart if no request has many.
 
-    Attention of small steps would gain nothing, and larger ones there are none.
+    Attention of small steps would gain nothing, and larger ones than all requests there are none.
     """
-    return _LEAST_FEW_ROWS <= num_rows <= few_rows * pool.max_num_requests
+    most = bucket_of(few_rows * pool.max_num_requests)
+    return num_rows >= _LEAST_FEW_ROWS and (most is None or num_rows <= most)
 
 
 def _slots_of(blocks: RowBlocks, pool: KVPool) -> array[int]:

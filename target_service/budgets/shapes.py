@@ -36,6 +36,11 @@ class TreeShapes:
         """Return the shape of the next tree that is ordered; None: the request rests."""
         return credit.shape
 
+    def begin_orders(self) -> None:
+        """Take note of what was decided before the orders of a step's rounds: they waited for that,
+        and an order may decide anew.
+        """
+
     def note_step(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
     ) -> None:
@@ -115,6 +120,7 @@ class BudgetedShapes(TreeShapes):
         # By slot, that rung within a credit; None: it was not looked up.
         self._shapes: list[tuple[PeerTrees, TreeShape | None] | None] = [None] * len(budget.rungs)
         self._noted: _NotedStep | None = None
+        self._wanted_before: list[int | None] | None = None  # the step's orders
 
     def begin(self, request: TargetRequest) -> bool:
         if request.req_idx >= 0:
@@ -132,6 +138,9 @@ class BudgetedShapes(TreeShapes):
         if known is None or known[0] is not credit:  # it may be another one by now
             known = self._shapes[slot] = credit, self._shape(self._wanted[slot], credit.shape)
         return known[1]
+
+    def begin_orders(self) -> None:
+        self._wanted_before = self._wanted.copy()
 
     @staticmethod
     def _shape(rung: int | None, largest: TreeShape) -> TreeShape | None:
@@ -154,11 +163,12 @@ class BudgetedShapes(TreeShapes):
             trees,
             nodes,
             rounds,
-            wanted=self._wanted.copy(),
+            wanted=self._wanted_before or self._wanted.copy(),
             num_running=len(running),
             num_asked=sum(map(_is_catching_up, running)),
             is_clean=is_clean,
         )
+        self._wanted_before = None
 
     def learn(self) -> None:
         noted, self._noted = self._noted, None

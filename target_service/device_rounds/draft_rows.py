@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 class DraftRows:
     """Memory that drafts lend this target, by channel; what it does not take stays unused.
 
-    It is unmapped when its channel ends, as it does when the draft dies: for whatever was launched
-    before, see device_memory.py.
+    It is unmapped after its channel has ended, as it does when the draft dies: for whatever was
+    launched before, see device_memory.py.
 
     Args:
         memory: Of the target's GPU.
@@ -28,6 +28,7 @@ class DraftRows:
         self._num_bytes = 0 if rows is None else rows.nbytes
         self._in_mailbox = 0 if rows is None else rows.data_ptr()
         self._by_channel: dict[PeerChannel, Borrowed | None] = {}  # None: refused
+        self._unused: list[Borrowed] = []
 
     def take(self, channel: PeerChannel, offer: RowsOffer) -> None:
         """Map what a draft offers, and answer; what cannot be written to is refused.
@@ -49,7 +50,8 @@ class DraftRows:
         channel.put(RowsAnswer(is_taken=borrowed is not None))
 
     def address_of(self, channel: PeerChannel | None) -> int:
-        """Return where a draft's rows are, [2, S, 8, W], for this target's device; 0: nowhere.
+        """Return where a draft's rows are, [2, S, 8, W], for this target's device; 0: drafts take
+        none.
 
         Args:
             channel: To the draft; None: there is none, and nothing will be written.
@@ -58,7 +60,14 @@ class DraftRows:
         return self._in_mailbox if borrowed is None else borrowed.address
 
     def lose(self, channel: PeerChannel) -> None:
-        """Unmap the memory of a draft whose channel has ended; waits for what is in flight."""
+        """Use the memory of a draft whose channel has ended no more."""
         borrowed = self._by_channel.pop(channel, None)
         if borrowed is not None:
-            borrowed.close()
+            self._unused.append(borrowed)
+
+    def unmap_unused(self) -> None:
+        """Unmap memory of drafts that are gone; waits for what is in flight, so not while other
+        drafts wait for something of this step.
+        """
+        while self._unused:
+            self._unused.pop().close()

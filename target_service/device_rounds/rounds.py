@@ -75,6 +75,10 @@ class DeviceRounds(PeerRounds):
     def lose(self, channel: PeerChannel) -> None:
         self.draft_rows.lose(channel)
 
+    def learn(self) -> None:
+        super().learn()
+        self.draft_rows.unmap_unused()
+
     def end_credit(self, request: TargetRequest) -> None:
         super().end_credit(request)
         use = _mailbox_use_of(request)

@@ -65,10 +65,7 @@ class Layer:
         ]
         products = CpuProducts()
         self.held: list[ExpertWeights] = [
-            hold_experts(products, iter(one), NUM_EXPERTS)
-            if products.packs(one[0].values)
-            else pack_fp8(one)
-            for one in self.stored
+            hold_experts(products, iter(one), NUM_EXPERTS) for one in self.stored
         ]
 
     def apply(self, x: torch.Tensor, ids: list[list[int]]) -> torch.Tensor:

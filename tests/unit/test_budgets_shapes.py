@@ -222,6 +222,30 @@ def test_another_credit_cuts_what_was_decided() -> None:
         assert shapes.of(one, credit) == shapes.of(one, credit) == shape
 
 
+def test_an_order_that_decides_anew_does_not_say_what_the_step_before_waited_for() -> None:
+    class Settled(Noted):
+        def decide(self, slots: Any, *args: Any, **kwargs: Any) -> None:
+            super().decide(slots, *args, **kwargs)
+            self.rungs[slots] = 1 + self.num_decisions
+
+    costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
+    budget = Settled(costs, LADDER, 2, clock=lambda: 0.0)
+    old, newcomer = request(0, Progress.CAUGHT_UP), request(1, Progress.CAUGHT_UP)
+    requests = {"0": old}
+    shapes = BudgetedShapes(requests, budget)
+    shapes.of(old, old.draft.credit)
+    shapes.begin_orders()
+    requests["1"] = newcomer
+    assert shapes.of(newcomer, newcomer.draft.credit) == LADDER[2]
+    note(shapes, [old], [3], num_on_device=1)
+    shapes.learn()
+    assert budget.times.waited_rungs.tolist() == [2]
+    shapes.begin_orders()
+    note(shapes, [old], [3], num_on_device=1)
+    shapes.learn()
+    assert budget.times.waited_rungs.tolist() == [3]
+
+
 def test_what_a_step_was_like_is_looked_at_before_its_commit() -> None:
     """Afterwards a request may rest, or have ended."""
     budget = budget_of(2)

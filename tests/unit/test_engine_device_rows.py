@@ -238,10 +238,13 @@ def test_what_was_lent_is_unmapped_with_its_channel_and_lent_again(apart: Apart)
     (lent,) = apart.lent
     assert lent.num_mapped == 1
     cut_off(draft, pair)
-    assert lent.num_mapped == 0 and not lent.is_free, "a target that lives may have it mapped"
+    assert lent.num_mapped == 1, "others may wait for something of this step"
     pair.run([second])
     check([first, second], plain_of(target, [first, second]))
-    assert apart.lent == [lent] and lent.num_mapped == 1
+    assert apart.lent == [lent] and lent.num_mapped == 1 and not lent.is_free
+    cut_off(draft, pair)
+    source_of(target).learn()  # as at the end of a step
+    assert lent.num_mapped == 0 and not lent.is_free, "a target that lives may have it mapped"
 
 
 def test_what_was_lent_to_a_target_that_died_is_freed(apart: Apart) -> None:
@@ -250,11 +253,16 @@ def test_what_was_lent_to_a_target_that_died_is_freed(apart: Apart) -> None:
     (request,) = requests_of(1, 0)
     pair.run([request])
     (lent,) = apart.lent
-    cut_off(target, pair)
     source_of(target).mailbox.close()
     other, _ = apart()
-    DevicePair(other, draft).run(requests_of(1, 1))
-    assert lent.is_free and [one.num_mapped for one in apart.lent] == [0, 1]
+    another = DevicePair(other, draft)
+    another.run(requests_of(1, 1))
+    assert not lent.is_free, "paths that were posted before may still come"
+    cut_off(target, pair)
+    source_of(target).draft_rows.unmap_unused()  # as its death does
+    cut_off(other, another)
+    another.run(requests_of(1, 2))
+    assert lent.is_free and apart.lent[1].num_mapped == 1
 
 
 # --- each end ------------------------------------------------------------------------------------
@@ -313,6 +321,9 @@ def test_an_offer_says_what_it_is_and_is_the_same_again(ends: Ends) -> None:
     assert not ends.lent[0].is_free, "its target lives"
     ends.mailbox.close()
     assert ends.draft.offer(LINK, replace(ends.end, rows=None)) is None
+    assert not ends.lent[0].is_free, "its channel is still there"
+    ends.draft.leave(LINK)
+    assert ends.draft.offer(LINK, replace(ends.end, rows=None)) is None
     assert ends.lent[0].is_free
 
 
@@ -345,6 +356,8 @@ def test_rows_that_are_taken_lie_in_what_was_lent(ends: Ends) -> None:
     assert end.rows.shape == (2, 3, 8, 40) and end.rows.dtype == torch.bfloat16
     assert ends.target.address_of(channel) == end.rows.data_ptr()
     ends.target.lose(channel)
+    assert ends.lent[0].num_mapped == 1
+    ends.target.unmap_unused()
     assert ends.lent[0].num_mapped == 0
     assert ends.mailbox.rows is not None
     places = {ends.target.address_of(who) for who in (channel, None, cast(Any, Said()))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,46 @@ def test_experts_in_fp8_are_read_to_where_they_stay(
                 assert isinstance(want, QuantizedWeight) and got.has_fp8_rows == want.has_fp8_rows
                 assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
                 assert torch.equal(got.scales, want.scales)
+
+
+def without_fp8(tensors: Tensors, *names: str) -> None:
+    """Let weights in FP8 be in bfloat16."""
+    for name in names:
+        del tensors[f"{name}_scale_inv"]
+        tensors[name] = tensors[name].float().to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_gate_and_up_of_experts_may_be_fp8_and_down_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_packed: bool
+) -> None:
+    def plain_downs(tensors: Tensors) -> None:
+        without_fp8(tensors, *[name for name in tensors if re.search(r"experts.*down.*t$", name)])
+
+    source = checkpoints.write_qwen3_moe(tmp_path / "source")
+    directory = edit_checkpoint(write_fp8(source, tmp_path / "fp8", "block"), tensors=plain_downs)
+    config = ModelConfig.from_checkpoint(directory)
+    assert config.experts is not None
+    monkeypatch.setattr(CpuProducts, "packs", lambda *_: is_packed)
+    with CheckpointReader(directory, device=CPU, dtype=torch.bfloat16) as reader:
+        held = load_expert_weights(reader, "model.layers.1.mlp", config.experts, config.hidden_size)
+    if not is_packed:
+        assert isinstance(held.gate_up, QuantizedExperts) and isinstance(held.down, torch.Tensor)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("expert", [0, 3])
+def test_experts_of_which_one_is_not_in_fp8_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expert: int, *, is_packed: bool
+) -> None:
+    name = DOWN.replace("experts.3", f"experts.{expert}")
+    source = checkpoints.write_qwen3_moe(tmp_path / "source")
+    directory = edit_checkpoint(
+        write_fp8(source, tmp_path / "fp8", "block"), tensors=lambda t: without_fp8(t, name)
+    )
+    monkeypatch.setattr(CpuProducts, "packs", lambda *_: is_packed)
+    with pytest.raises(CheckpointError, match="must be FP8, with scales of one kind"):
+        CausalLM.from_checkpoint(directory, CPU, torch.bfloat16)
 
 
 @pytest.mark.parametrize("is_packed", [True, False])

@@ -138,7 +138,8 @@ FEW = [
     ([1, 4, 2], 32, True),
     ([1, 5], 32, False),
     ([1, 1], 16, False),  # too small a step
-    ([4] * 20, 128, False),  # more rows than all requests can have, at 4 each
+    ([4] * 20, 128, True),
+    ([4] * 20, 256, False),  # more rows than all requests have, at 4 each
     ([4] * 16, 64, True),
     ([1], None, False),
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -335,6 +337,32 @@ def test_output_layers_of_drafts_become_fp8(
     outputs = [weight for weight in made if len(weight) == draft.vocab_size]
     assert len(outputs) == bool(quantization)
     assert (len(made) > 1) == (quantization == "fp8")
+
+
+def test_weights_become_fp8_in_parts_as_they_do_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(23, 40) * torch.logspace(-3, 3, 23)[:, None]
+    weight[4] = 0
+    whole = quantize(weight, has_fp8_rows=True)
+    monkeypatch.setattr("shared.kernels.quantized._QUANTIZED_ROWS", 5)
+    parts = quantize(weight, has_fp8_rows=True)
+    assert torch.equal(parts.values.view(torch.uint8), whole.values.view(torch.uint8))
+    assert torch.equal(parts.scales, whole.scales)
+    assert parts.values.dtype is torch.float8_e4m3fn and parts.has_fp8_rows
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "standalone"])
+def test_an_output_layer_that_is_to_become_fp8_and_holds_no_numbers_is_refused(
+    models: Models, tmp_path: Path, kind: str
+) -> None:
+    def damage(tensors: Tensors) -> None:
+        tensors["lm_head.weight"][3, 2] = math.nan
+
+    pairing = models.pairing(kind)
+    damaged = edit_checkpoint(shutil.copytree(pairing.draft, tmp_path / kind), tensors=damage)
+    with pytest.raises(CheckpointError, match="the output layer of the draft holds NaN"):
+        load_draft(
+            kind, damaged, pairing.target, device=CPU, dtype=torch.float32, quantization="fp8"
+        )
 
 
 def test_the_output_layer_of_a_target_stays(
