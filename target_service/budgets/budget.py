@@ -174,11 +174,7 @@ class TreeBudget:
         self._renew_gains()
         has_ended = not num_coming and self._num_clear >= _PROMPTS_ENDED_AFTER
         self._coming_mixed = 0.0 if has_ended else self._mixed
-        rests_on = self._rests_until[slots] > self._round
-        if num_coming and self.would_rest(len(slots) + fixed.num_requests + num_coming):
-            rests_on |= self.rungs[slots] == 0
-        if rests_on.any():
-            caps = np.where(rests_on, 0, caps)
+        caps = self._caps_of_rests(slots, caps, fixed.num_requests, num_coming)
         deal = self._deal(slots, caps, fixed)
         if num_dropped is not None and num_dropped.any():
             lower_caps = np.where(num_dropped > 0, 0, caps)
@@ -200,6 +196,17 @@ class TreeBudget:
             self._rests_until[begins_rest] = self._round + rest
         self.rungs[slots] = rungs
         self._is_new[slots] = False
+
+    def _caps_of_rests(self, slots: Ints, caps: Ints, num_fixed: int, num_coming: int) -> Ints:
+        """Return the caps, 0 of requests whose rest goes on; see `decide`.
+
+        Args:
+            num_fixed: Other requests.
+        """
+        rests_on = self._rests_until[slots] > self._round
+        if num_coming and self.would_rest(len(slots) + num_fixed + num_coming):
+            rests_on |= self.rungs[slots] == 0
+        return np.where(rests_on, 0, caps) if rests_on.any() else caps
 
     def _deal(self, slots: Ints, caps: Ints, fixed: FixedRounds) -> Deal:
         """Return the best deal; a request rests only if that is best beside prompts and without
