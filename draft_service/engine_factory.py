@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -20,6 +20,7 @@ from shared.config import DraftConfig, read_secret
 from shared.config.check import parse_shapes
 from shared.device import (
     dtype_name,
+    gpu_uuid,
     kv_dtype_name,
     max_batch_rows,
     resolve_device,
@@ -67,25 +68,29 @@ _LEAST_CONTEXT = 2
 LOADED = 0.8
 
 
-def choose_source(runner: DraftRunner) -> PathSource:
+class MakeSource(Protocol):
+    """Makes the source of paths that the device has before its host."""
+
+    def __call__(self, runner: DraftRunner, *, gpu_is_shared: bool) -> PathSource: ...
+
+
+def choose_source(runner: DraftRunner, *, gpu_is_shared: bool) -> PathSource:
     """Return device rounds on a GPU; a CPU never waits, so there every path comes with an order."""
     if runner.pool.device.type != "cuda":
         return PathSource()
     from draft_service.device_rounds.rounds import DeviceRounds
 
-    return DeviceRounds(runner)
+    return DeviceRounds(runner, gpu_is_shared=gpu_is_shared)
 
 
 def create_engine(
     config: DraftConfig,
     progress: ProgressCallback,
     *,
-    make_source: Callable[[DraftRunner], PathSource] = choose_source,
+    make_source: MakeSource = choose_source,
 ) -> DraftEngine:
     """Load the draft; embedding and head that its checkpoint lacks come from the target's files.
 
-    Args:
-        make_source: Makes the source of paths that the device has before its host.
     Raises: ConfigError (CheckpointError included) with the fix.
     """
     secret = read_secret(config, os.environ)
@@ -133,6 +138,7 @@ def create_engine(
         quantization=stored or quantization,
         kv_cache_dtype=kv_dtype_name(kv_dtype, dtype),
         device=device.type,
+        gpu=gpu_uuid(device),
         features=spec,  # without a dtype, which is the target's to say
         kind=str(kind),
         draft_window=window,
@@ -157,7 +163,7 @@ def create_engine(
         info,
         max_batch_rows=max_batch_rows(config, device),
         max_context_len=longest,
-        source=make_source(runner),
+        source=make_source(runner, gpu_is_shared=config.gpu_is_shared),
         grammars=grammars,
         secret=secret,
     )

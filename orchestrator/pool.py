@@ -254,8 +254,9 @@ class WorkerPool:
     ) -> WorkerSession | None:
         """Return a draft that fits the target and has room, if there is one.
 
-        One beside the target goes first: what they share in memory is faster than any network. Of
-        several the least loaded one.
+        One on the target's own GPU goes first: each works while the other waits for it. Then one
+        beside it: what they share in memory is faster than any network. Of several the least
+        loaded one.
         """
         drafts = [
             draft
@@ -268,6 +269,7 @@ class WorkerPool:
             drafts,
             key=lambda draft: (
                 draft.address in avoid,
+                draft.info.gpu != target.info.gpu,
                 draft.host != target.host,
                 draft.num_requests,
                 -draft.free_share,

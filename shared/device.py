@@ -81,6 +81,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def gpu_uuid(device: torch.device) -> str:
+    """Return the UUID of a GPU; "" of any other device."""
+    if device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def max_batch_rows(config: WorkerConfig, device: torch.device) -> int:
     """Return the row budget of an engine step."""
     return config.max_batch_rows or (512 if device.type == "cpu" else 2048)

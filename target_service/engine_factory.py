@@ -10,7 +10,13 @@ from pathlib import Path
 import torch
 
 from shared.config import TargetConfig
-from shared.device import dtype_name, kv_dtype_name, max_batch_rows, prefill_chunk_len
+from shared.device import (
+    dtype_name,
+    gpu_uuid,
+    kv_dtype_name,
+    max_batch_rows,
+    prefill_chunk_len,
+)
 from shared.errors import ConfigError
 from shared.grammar.grammars import Grammars
 from shared.kernels.token_mask import compile_token_masks
@@ -134,6 +140,7 @@ def describe(
         quantization=target.quantization,
         kv_cache_dtype=kv_dtype_name(target.kv_dtype, target.dtype),
         device=target.runner.pool.device.type,
+        gpu=gpu_uuid(target.runner.pool.device),
         features=target.runner.features,
         kind="target",
         eos_token_ids=model_config.eos_token_ids,
@@ -215,6 +222,7 @@ def make_mailbox(
             width=features.width,
             dtype=dtype if features.width else None,
             device=pool.device,
+            gpu_is_shared=config.gpu_is_shared,
         )
     except OSError as error:
         logger.warning("devices talk through their hosts: no mailbox: %s", error)

@@ -13,10 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from draft_service.engine import DraftEngine
-from draft_service.engine_factory import choose_source
+from draft_service.engine_factory import MakeSource, choose_source
 from draft_service.engine_factory import create_engine as create_draft_engine
-from draft_service.path_source import PathSource
-from draft_service.runner import DraftRunner
 from shared.config import DraftConfig, TargetConfig
 from shared.kv.pool import KVPool
 from shared.messages import TokenTree, TreeShape
@@ -145,7 +143,7 @@ def make_target(pairing: Pairing, *, has_mailbox: bool = False, **options: Any) 
 def make_draft(
     pairing: Pairing,
     *,
-    make_source: Callable[[DraftRunner], PathSource] = choose_source,
+    make_source: MakeSource = choose_source,
     **options: Any,
 ) -> DraftEngine:
     """Build a draft engine."""

@@ -66,4 +66,4 @@ class FakeMemory:
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, gpu: str) -> None:
     """Let mailboxes that are made, or opened, from now on be those of a GPU."""
-    monkeypatch.setattr(mailbox_module, "_gpu_of", lambda device: gpu)
+    monkeypatch.setattr(mailbox_module, "gpu_uuid", lambda device: gpu)

@@ -18,6 +18,7 @@ from shared.config import (
 from shared.config.check import check_config
 from shared.config.ports import LOOPBACK
 from shared.errors import ConfigError
+from shared.gpu_lease import list_machine_gpus
 
 CORES_PER_WORKER = 8
 MAX_AUTO_WORKERS = 4
@@ -105,6 +106,11 @@ class UpConfig:
         DraftConfig, "kv_cache_dtype", help="the same of the draft"
     )
     allow_inexact: bool = option_of(TargetConfig, "allow_inexact")
+    pair_gpus: str = option(
+        "",
+        "GPUs, e.g. 0,1, that get a target and a draft each, which serve each other: the most "
+        "tokens per second that GPUs can have; all = every GPU of the machine",
+    )
     target_gpus: str = option("", "GPU of each target in turn, e.g. 0,1; empty = the first")
     draft_gpus: str = option("", "GPU of each draft in turn; may be the target's; empty = any")
     mps: bool = option(
@@ -222,7 +228,8 @@ def stack_config(
     """
     up = UpConfig(**given)
     check_config(up)
-    num_drafts = _num_drafts(up, given)
+    pair_gpus = _pair_gpus(up, given)
+    num_drafts = len(pair_gpus) or _num_drafts(up, given)
     target = replace(target or TargetConfig(), **_picked(given, _OF_TARGET))
     if num_drafts == 0:
         target = replace(target, draft_model="none", algorithm="none")
@@ -241,10 +248,10 @@ def stack_config(
         any_http_port="http_port" not in given,
         target=target,
         draft=_draft(up, given, draft or DraftConfig()),
-        num_targets=up.num_targets,
+        num_targets=len(pair_gpus) or up.num_targets,
         num_drafts=num_drafts,
-        target_gpus=split_list(up.target_gpus),
-        draft_gpus=split_list(up.draft_gpus),
+        target_gpus=pair_gpus or split_list(up.target_gpus),
+        draft_gpus=pair_gpus or split_list(up.draft_gpus),
         mps=up.mps,
         start_timeout_s=up.start_timeout_s,
         metrics_port=up.metrics_port,
@@ -283,6 +290,26 @@ def _gateway(
     return replace(
         gateway, host=up.host, port=0 if is_any else up.http_port, **_picked(given, _OF_FRONTS)
     )
+
+
+def _pair_gpus(up: UpConfig, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the GPUs that get a pair each; none: other options say what is where."""
+    if not up.pair_gpus:
+        return ()
+    for name in ("num_targets", "num_drafts", "target_gpus", "draft_gpus"):
+        if given.get(name):
+            raise ConfigError(
+                f"--pair-gpus says how many workers there are, and where: leave out "
+                f"--{name.replace('_', '-')}"
+            )
+    if "none" in (up.draft_model, up.algorithm):
+        raise ConfigError("--pair-gpus needs a draft; for targets alone use --target-gpus")
+    if up.pair_gpus != "all":
+        return split_list(up.pair_gpus)
+    gpus = tuple(list_machine_gpus())
+    if not gpus:
+        raise ConfigError("--pair-gpus is all, and this machine shows no GPU")
+    return gpus
 
 
 def _num_drafts(up: UpConfig, given: Mapping[str, Any]) -> int:

@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 CONTROL = "nvidia-cuda-mps-control"
@@ -86,12 +85,3 @@ class MultiProcessService:
         directory, self._directory = self._directory, ""
         with contextlib.suppress(OSError):
             shutil.rmtree(directory)
-
-
-def shared_gpus(gpus: Sequence[str]) -> set[str]:
-    """Return the GPUs that several workers are given.
-
-    Args:
-        gpus: Of each worker, index or uuid; "" = any, which says nothing.
-    """
-    return {gpu for gpu, count in Counter(gpus).items() if gpu and count > 1}

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from coppice.health import HealthProbe
 from coppice.stack.config import LOOPBACK, StackConfig
-from coppice.stack.mps import MultiProcessService, shared_gpus
+from coppice.stack.gpus import gpus_of_workers, on_gpu, shared_gpus
+from coppice.stack.mps import MultiProcessService
 from coppice.stack.ports import dialled, free_ports, is_taken, require_free
 from coppice.stack.process import POLL_INTERVAL_S, ServiceFailedError, ServiceProcess, ServiceState
 from shared.config import (
@@ -31,7 +32,6 @@ from shared.config import (
 )
 from shared.config.check import check_config
 from shared.config.loader import ENV_PREFIX, to_arguments
-from shared.gpu_lease import list_machine_gpus
 from shared.rpc.gate import front_gate
 from shared.rpc.health_names import (
     DRAFT_SERVICE,
@@ -145,20 +145,22 @@ class Stack:
         """Choose ports and GPUs, and make every service; starts nothing."""
         config = self.config
         num_workers = config.num_targets + config.num_drafts
-        gpus = _gpus_of_workers(config)
+        gpus = gpus_of_workers(config)
+        target_gpus, draft_gpus = gpus[: config.num_targets], gpus[config.num_targets :]
         self._gpu_of = dict(zip(self._worker_names, gpus, strict=True))
         front = config.orchestrator
         with free_ports(num_workers + 5) as reserved:
             ports = iter(reserved)
         num_processes = max(1, front.workers)
         metrics_ports = itertools.count(config.metrics_port + num_processes)
-        for index in range(config.num_targets):
-            target = replace(config.target, host=LOOPBACK, port=next(ports), gpus=gpus[index])
+        for index, gpu in enumerate(target_gpus):
+            target = on_gpu(config.target, gpu, alike=target_gpus, others=draft_gpus)
+            target = replace(target, host=LOOPBACK, port=next(ports))
             target = self._with_metrics(f"target-{index}", target, metrics_ports)
             self._add(f"target-{index}", "target", target, TARGET_SERVICE)
-        for index in range(config.num_drafts):
-            gpu = gpus[config.num_targets + index]
-            draft = replace(config.draft, host=LOOPBACK, port=next(ports), gpus=gpu)
+        for index, gpu in enumerate(draft_gpus):
+            draft = on_gpu(config.draft, gpu, alike=draft_gpus, others=target_gpus)
+            draft = replace(draft, host=LOOPBACK, port=next(ports))
             draft = self._with_metrics(f"draft-{index}", draft, metrics_ports)
             self._add(f"draft-{index}", "draft", draft, DRAFT_SERVICE)
         orchestrator = replace(
@@ -329,32 +331,3 @@ def _secret_of(config: StackConfig) -> str:
     given = os.environ.get(SECRET_VARIABLE, "")
     read_secret(config.orchestrator, os.environ)
     return given or secrets.token_hex(SECRET_BYTES)
-
-
-def _gpus_of_workers(config: StackConfig) -> list[str]:
-    """Return the GPU option of every target, then of every draft.
-
-    Where nothing is said, workers take the machine's GPUs in turn, so that a draft does not share
-    its target's GPU when there is another one.
-    """
-    groups = (
-        (config.target, config.num_targets, config.target_gpus),
-        (config.draft, config.num_drafts, config.draft_gpus),
-    )
-    found: list[str] = []
-    if any(count and not asked and _takes_any_gpu(worker) for worker, count, asked in groups):
-        found = list_machine_gpus()
-    gpus: list[str] = []
-    for worker, count, asked in groups:
-        for turn in range(count):
-            if asked:
-                gpus.append(asked[turn % len(asked)])
-            elif found and _takes_any_gpu(worker):
-                gpus.append(found[len(gpus) % len(found)])
-            else:
-                gpus.append(worker.gpus)
-    return gpus
-
-
-def _takes_any_gpu(worker: TargetConfig | DraftConfig) -> bool:
-    return worker.device in ("auto", "cuda") and not worker.gpu_lease_dir and not worker.gpus

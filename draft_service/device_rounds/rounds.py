@@ -61,9 +61,13 @@ class DeviceRounds(PathSource):
     PathSource.
 
     Changes no request: that is the pipeline's.
+
+    Args:
+        gpu_is_shared: Other workers have the runner's GPU, too.
     """
 
-    def __init__(self, runner: DraftRunner) -> None:
+    def __init__(self, runner: DraftRunner, *, gpu_is_shared: bool) -> None:
+        self._gpu_is_shared = gpu_is_shared
         self.overlap = OverlapRunner(runner)
         self._pool = runner.pool
         self._width = runner.model.feature_spec.width
@@ -86,7 +90,12 @@ class DeviceRounds(PathSource):
     def connect(self, socket_name: str, channel: PeerChannel) -> None:
         """Open the mailbox of the target at a channel, if it has one that the device can use."""
         try:
-            mailbox = open_mailbox(socket_name, width=self._width, device=self._pool.device)
+            mailbox = open_mailbox(
+                socket_name,
+                width=self._width,
+                device=self._pool.device,
+                gpu_is_shared=self._gpu_is_shared,
+            )
             if mailbox.shares_gpu:
                 check_stream_waits(mailbox.paths)
         except FileNotFoundError:

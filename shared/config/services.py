@@ -98,6 +98,10 @@ class WorkerConfig(ServiceConfig):
     )
     gpus: str = option("", "GPU pool to lease from, e.g. 0,1; empty = all visible ones")
     gpu_lease_dir: str = option("", "shared folder for exclusive GPU leases; empty = no lease")
+    gpu_is_shared: bool = option(
+        default=False,
+        help="other workers have the same GPU: no kernel waits there for a worker on another one",
+    )
     stall_timeout_s: float = option(
         60.0,
         "most seconds that an engine may be silent before it counts as hung and is killed; usually "

@@ -55,6 +55,7 @@ class WorkerInfo:
         num_experts: Of a layer of a target that says which of them rows were routed to; else 0.
         quantization: Of weights: "fp8" or "int4" (projections), "mxfp4" (experts); empty: none.
         kv_cache_dtype: "fp8_e4m3"; empty: the dtype's.
+        gpu: UUID of its GPU; empty: it has none.
     """
 
     incarnation: Text
@@ -83,3 +84,4 @@ class WorkerInfo:
     quantization: str = ""
     num_experts: Count = 0
     kv_cache_dtype: str = ""
+    gpu: str = ""

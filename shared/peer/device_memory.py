@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shared.device import gpu_uuid
 from shared.messages import ROWS_HANDLE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class CudaMemory:
 
     @property
     def gpu(self) -> str:
-        return _uuid_of(self._device)
+        return gpu_uuid(self._device)
 
     def lend(self, num_bytes: int) -> _CudaLent:
         size, address = -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES, ctypes.c_uint64()
@@ -213,11 +214,7 @@ def _bytes_at(address: int, num_bytes: int, device: torch.device) -> torch.Tenso
 def _index_of(gpu: str) -> int | None:
     """Return which device of this process a GPU is; None: this process does not see it."""
     devices = range(torch.cuda.device_count())
-    return next((i for i in devices if _uuid_of(torch.device("cuda", i)) == gpu), None)
-
-
-def _uuid_of(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
+    return next((i for i in devices if gpu_uuid(torch.device("cuda", i)) == gpu), None)
 
 
 def _call(name: str, *arguments: Any) -> None:

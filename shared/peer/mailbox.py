@@ -1,6 +1,7 @@
 """A mailbox in shared memory: words that the GPUs of a target and a draft post to each other.
 
-    header                            magic, version, num_slots, width, dtype, GPU of the target
+    header                            magic, version, num_slots, width, dtype, GPU of the target,
+                                      whether other workers have that GPU, too
     trees  [num_slots, 64] i64        from the draft: node j of the slot's tree is word j
     paths  [num_slots, 8] i64         from the target: token r of the accepted path is word r
     rows   [2, num_slots, 8, width]   from the target: feature rows of paths, by parity of the tag,
@@ -36,15 +37,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shared.device import DTYPES, dtype_name
+from shared.device import DTYPES, dtype_name, gpu_uuid
 from shared.kernels.mailbox_words import MAX_PATH
 from shared.messages import MAX_TREE_NODES
 from shared.peer import shared_files
 from shared.peer.shared_files import MAILBOXES, RING_DIR, mailbox_name
 
 _MAGIC = b"coppmail"
-_VERSION = 1
-_HEADER = struct.Struct("<8sIII16s40s")
+_VERSION = 2
+_HEADER = struct.Struct("<8sIII16s40s?")
 _PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 # Even, so that one after the other they differ in parity, at the end of all too.
@@ -61,6 +62,7 @@ class Mailbox:
         socket_name: Where the target listens for channels.
         width: Of a feature row; 0: no rows.
         dtype: Of the rows, if there are any.
+        gpu_is_shared: Other workers have the target's GPU, too.
     Raises: OSError if there is no room, no shared memory, or CUDA cannot register it.
     """
 
@@ -72,13 +74,18 @@ class Mailbox:
         width: int,
         dtype: torch.dtype | None,
         device: torch.device,
+        gpu_is_shared: bool = False,
         directory: Path = RING_DIR,
     ) -> None:
         self.name = mailbox_name(socket_name)
         self.num_slots, self.device = num_slots, device
         assert MAILBOXES.is_name(self.name) and num_slots > 0 and (dtype is not None or not width)
         header = _Header(
-            num_slots=num_slots, width=width, dtype=dtype if width else None, gpu=_gpu_of(device)
+            num_slots=num_slots,
+            width=width,
+            dtype=dtype if width else None,
+            gpu=gpu_uuid(device),
+            gpu_is_shared=gpu_is_shared,
         )
         path = directory / self.name
         with shared_files.create(path, header.num_bytes) as (fd, memory):
@@ -110,23 +117,36 @@ class MailboxEnd:
 
 
 def open_mailbox(
-    socket_name: str, *, width: int, device: torch.device, directory: Path = RING_DIR
+    socket_name: str,
+    *,
+    width: int,
+    device: torch.device,
+    gpu_is_shared: bool = False,
+    directory: Path = RING_DIR,
 ) -> MailboxEnd:
     """Open the mailbox of the target that listens at a channel's name.
 
     Args:
         width: Of the feature rows that the draft reads; 0: none.
+        gpu_is_shared: Other workers have the draft's GPU, too.
     Raises: OSError if there is none, it is of another version or width, its target is on a GPU that
-        would wait for a CPU, or CUDA cannot register it.
+        would wait for a CPU, or on another GPU than the draft and either of the two is shared, or
+        CUDA cannot register it.
     """
     fd = MAILBOXES.open(directory, mailbox_name(socket_name), is_writable=True)
     try:
         header = _read_header(fd)
         if header.width != width:
             raise OSError(f"its feature rows have width {header.width}, expected {width}")
-        gpu = _gpu_of(device)
+        gpu = gpu_uuid(device)
         if header.gpu and not gpu:
             raise OSError("its target is on a GPU, which would wait for a CPU")
+        is_on_other_gpu = bool(gpu and header.gpu) and header.gpu != gpu
+        if is_on_other_gpu and (gpu_is_shared or header.gpu_is_shared):
+            raise OSError(
+                "its target is on another GPU, and kernels that wait hold up the workers "
+                "that share a GPU"
+            )
         memory = mmap.mmap(fd, header.num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         os.close(fd)
@@ -138,7 +158,7 @@ def open_mailbox(
         num_slots=header.num_slots,
         dtype=header.dtype,
         shares_gpu=bool(gpu) and header.gpu == gpu,
-        is_on_other_gpu=bool(gpu and header.gpu) and header.gpu != gpu,
+        is_on_other_gpu=is_on_other_gpu,
     )
 
 
@@ -168,6 +188,7 @@ class _Header:
     dtype: torch.dtype | None
     gpu: str
     """UUID; empty on a CPU."""
+    gpu_is_shared: bool
 
     @property
     def regions(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
@@ -194,16 +215,23 @@ def _page_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 def _write_header(memory: mmap.mmap, header: _Header) -> None:
     dtype = "" if header.dtype is None else dtype_name(header.dtype)
     names = dtype.encode(), header.gpu.encode()
-    _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, header.num_slots, header.width, *names)
+    numbers = header.num_slots, header.width
+    _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, *numbers, *names, header.gpu_is_shared)
 
 
 def _read_header(fd: int) -> _Header:
     data = os.pread(fd, _HEADER.size, 0)
     if len(data) == _HEADER.size:
-        magic, version, num_slots, width, *names = _HEADER.unpack(data)
+        magic, version, num_slots, width, *names, gpu_is_shared = _HEADER.unpack(data)
         dtype, gpu = (name.rstrip(b"\0").decode(errors="replace") for name in names)
         if (magic, version) == (_MAGIC, _VERSION) and (dtype in DTYPES if width else not dtype):
-            header = _Header(num_slots=num_slots, width=width, dtype=DTYPES.get(dtype), gpu=gpu)
+            header = _Header(
+                num_slots=num_slots,
+                width=width,
+                dtype=DTYPES.get(dtype),
+                gpu=gpu,
+                gpu_is_shared=gpu_is_shared,
+            )
             if num_slots and os.fstat(fd).st_size == header.num_bytes:
                 return header
     raise OSError("it is not a mailbox of this version")
@@ -249,9 +277,3 @@ def _register(data: NDArray[np.uint8], memory: mmap.mmap, device: torch.device) 
 def _unregister(unregister: Callable[[int], Any], address: int, memory: mmap.mmap) -> None:
     """Undo a registration; `memory` stays mapped until that is done."""
     unregister(address)
-
-
-def _gpu_of(device: torch.device) -> str:
-    if device.type != "cuda":
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)

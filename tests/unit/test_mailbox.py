@@ -50,14 +50,25 @@ def make(
     width: int = WIDTH,
     dtype: torch.dtype | None = torch.bfloat16,
     device: torch.device = CPU,
+    gpu_is_shared: bool = False,
 ) -> Mailbox:
     return Mailbox(
-        LINK, num_slots=num_slots, width=width, dtype=dtype, device=device, directory=folder
+        LINK,
+        num_slots=num_slots,
+        width=width,
+        dtype=dtype,
+        device=device,
+        gpu_is_shared=gpu_is_shared,
+        directory=folder,
     )
 
 
-def join(folder: Path, *, width: int = WIDTH, device: torch.device = CPU) -> MailboxEnd:
-    return open_mailbox(LINK, width=width, device=device, directory=folder)
+def join(
+    folder: Path, *, width: int = WIDTH, device: torch.device = CPU, gpu_is_shared: bool = False
+) -> MailboxEnd:
+    return open_mailbox(
+        LINK, width=width, device=device, gpu_is_shared=gpu_is_shared, directory=folder
+    )
 
 
 def fill(tensor: torch.Tensor, first: int) -> torch.Tensor:
@@ -317,6 +328,20 @@ def test_a_draft_knows_whether_its_target_is_on_the_same_gpu(
     target.close()
 
 
+@pytest.mark.parametrize("who", ["target", "draft"])
+def test_no_kernel_waits_for_another_gpu_where_workers_share_one(
+    folder: Path, runtime: FakeRuntime, who: str
+) -> None:
+    """It would hold up what the others compute there."""
+    target = make(folder, device=GPU, gpu_is_shared=who == "target")
+    is_draft = who == "draft"
+    assert join(folder, device=GPU, gpu_is_shared=is_draft).shares_gpu, "it waits by its stream"
+    runtime.uuid = "GPU-1"
+    with pytest.raises(OSError, match="share a GPU"):
+        join(folder, device=GPU, gpu_is_shared=is_draft)
+    target.close()
+
+
 def test_cpus_share_no_gpu(folder: Path) -> None:
     target = make(folder)
     draft = join(folder)
@@ -361,7 +386,7 @@ def test_what_cuda_refuses_is_an_error_that_leaves_nothing(
 def test_a_gpu_reads_and_writes_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make(folder, device=GPU)
     with monkeypatch.context() as patch:  # whoever is on a CPU has no business there
-        patch.setattr(mailbox_module, "_gpu_of", lambda device: "another")
+        patch.setattr(mailbox_module, "gpu_uuid", lambda device: "another")
         draft = join(folder)
     assert target.trees.is_pinned() and not draft.trees.is_pinned()
     draft.trees[1] = torch.arange(64)

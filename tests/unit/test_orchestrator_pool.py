@@ -349,6 +349,16 @@ def test_a_draft_beside_its_target_goes_before_an_idle_one_elsewhere() -> None:
     assert pool.pick_draft(here) is elsewhere
 
 
+def test_a_draft_on_the_targets_gpu_goes_before_an_idle_one_beside() -> None:
+    pool = WorkerPool()
+    targets = [target(f"t{i}", gpu=f"GPU-{i}") for i in range(2)]
+    drafts = [draft(f"d{i}", gpu=f"GPU-{i}", load=WorkerLoad(num_running=i)) for i in range(2)]
+    for worker in (*targets, *drafts):
+        assert not (pool.open_target if worker in targets else pool.open_draft)(worker)
+    assert [pool.pick_draft(each) for each in targets] == drafts
+    assert pool.pick_draft(targets[1], frozenset({"d1"})) is drafts[0]
+
+
 @virtual
 async def test_messages_leave_in_batches_and_reach_their_request_only() -> None:
     """Whatever is queued when the stream is free is one message, within a bound."""

@@ -15,9 +15,18 @@ from coppice.cli.main import build_parser
 from coppice.cli.options import load_service_config
 from coppice.cli.serve import ROLES
 from coppice.stack import Stack, StackConfig
-from coppice.stack import stack as stack_module
+from coppice.stack import config as config_module
+from coppice.stack import gpus as gpus_module
 from coppice.stack.config import stack_config
-from shared.config import DraftConfig, GatewayConfig, OrchestratorConfig, TargetConfig
+from coppice.stack.gpus import DRAFT_KV_FRACTION, TARGET_KV_FRACTION
+from coppice.stack.stack import FRONTS
+from shared.config import (
+    DraftConfig,
+    GatewayConfig,
+    OrchestratorConfig,
+    TargetConfig,
+    WorkerConfig,
+)
 from shared.errors import ConfigError
 from shared.rpc.health_names import ORCHESTRATOR_SERVICE
 
@@ -46,9 +55,9 @@ def config_of(
 
 
 def gpus_of(config: StackConfig, monkeypatch: pytest.MonkeyPatch, found: list[str]) -> list[str]:
-    monkeypatch.setattr(stack_module, "list_machine_gpus", lambda: found)
+    monkeypatch.setattr(gpus_module, "list_machine_gpus", lambda: found)
     stack = built(config)
-    workers = [name for name in stack.services if name != "orchestrator"]
+    workers = [name for name in stack.services if name not in FRONTS]
     return [getattr(config_of(stack, name), "gpus") for name in workers]  # noqa: B009
 
 
@@ -133,6 +142,55 @@ def test_workers_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chosen_gpus_are_taken_in_turn_and_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     config = StackConfig(num_targets=2, num_drafts=2, target_gpus=("0", "1"), draft_gpus=("1",))
     assert gpus_of(config, monkeypatch, GPUS) == ["0", "1", "1", "1"]
+
+
+def test_workers_that_share_a_gpu_know_it_and_leave_each_other_memory() -> None:
+    config = StackConfig(num_targets=3, num_drafts=2, target_gpus=("0", "1"), draft_gpus=("1", "2"))
+    stack = built(config)
+    alone = ["target-0", "target-2", "draft-1"]  # the targets of GPU 0 have no draft there
+    found = {name: config_of(stack, name) for name in stack.services if name != "orchestrator"}
+    assert all(isinstance(worker, WorkerConfig) for worker in found.values())
+    shared = {name: getattr(worker, "kv_memory_fraction") for name, worker in found.items()}  # noqa: B009
+    assert shared == {
+        "target-0": TARGET_KV_FRACTION / 2,
+        "target-1": TARGET_KV_FRACTION,
+        "target-2": TARGET_KV_FRACTION / 2,
+        "draft-0": DRAFT_KV_FRACTION,
+        "draft-1": WorkerConfig.kv_memory_fraction,
+    }
+    assert [getattr(found[name], "gpu_is_shared") for name in alone] == [True, True, False]  # noqa: B009
+
+
+@pytest.mark.parametrize("own", [{"num_pages": 900}, {"kv_memory_fraction": 0.5}])
+def test_memory_that_somebody_gave_stays_as_it_is(own: dict[str, Any]) -> None:
+    config = StackConfig(target=TargetConfig(**own), target_gpus=("0",), draft_gpus=("0",))
+    target = config_of(built(config), "target-0")
+    assert isinstance(target, TargetConfig) and target.gpu_is_shared
+    assert {name: getattr(target, name) for name in own} == own
+    assert target.kv_memory_fraction in (WorkerConfig.kv_memory_fraction, 0.5)
+
+
+def test_a_pair_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "list_machine_gpus", lambda: GPUS)
+    assert gpus_of(stack_config({"pair_gpus": "0,3"}), monkeypatch, GPUS) == ["0", "3"] * 2
+    assert gpus_of(stack_config({"pair_gpus": "all"}), monkeypatch, GPUS) == [*GPUS, *GPUS]
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"num_targets": 2}, "--num-targets"),
+        ({"draft_gpus": "1"}, "--draft-gpus"),
+        ({"draft_model": "none"}, "needs a draft"),
+        ({"pair_gpus": "all"}, "shows no GPU"),
+    ],
+)
+def test_pairs_are_not_placed_twice(
+    given: dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_module, "list_machine_gpus", list)
+    with pytest.raises(ConfigError, match=word):
+        stack_config({"pair_gpus": "0,1", **given})
 
 
 def test_a_cpu_worker_and_a_lease_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

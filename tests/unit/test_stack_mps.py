@@ -11,7 +11,8 @@ import pytest
 
 from coppice.stack import Stack
 from coppice.stack.config import StackConfig
-from coppice.stack.mps import CONTROL, MultiProcessService, shared_gpus
+from coppice.stack.gpus import shared_gpus
+from coppice.stack.mps import CONTROL, MultiProcessService
 from coppice.stack.process import ServiceProcess
 
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
