@@ -19,6 +19,7 @@ from orchestrator.fates import Fates
 from orchestrator.moves import Moves
 from orchestrator.pairing import ModelIdentity, draft_problem, pair_problem, target_problem
 from orchestrator.pairs import Pairs
+from orchestrator.siblings import SharedLoads
 from orchestrator.tenants import FAIR_S
 from orchestrator.workers import WorkerSession
 from shared.errors import UnavailableError
@@ -95,6 +96,7 @@ class WorkerPool:
         tokenizer_hash: Of the orchestrator's own tokenizer, "" if it has none.
         on_change: Called when `is_ready` or `can_speculate` may have changed.
         num_by_tenant: Requests that are here, waiting ones included; kept up by others.
+        loads: What other processes of this orchestrator have at the workers; None: it has none.
     """
 
     def __init__(
@@ -103,10 +105,12 @@ class WorkerPool:
         tokenizer_hash: str = "",
         on_change: Callable[[], None] = lambda: None,
         num_by_tenant: Mapping[str, int] = MappingProxyType({}),
+        loads: SharedLoads | None = None,
     ) -> None:
         self._tokenizer_hash = tokenizer_hash
         self._on_change = on_change
         self._num_by_tenant = num_by_tenant
+        self._loads = loads
         self._targets: list[WorkerSession] = []
         self._drafts: list[WorkerSession] = []
         self._refused: list[WorkerSession] = []
@@ -283,6 +287,7 @@ class WorkerPool:
         if twin is not None:
             problem = f"it is the same process as {twin.address}"
         worker.on_load = self._load_changed
+        worker.loads = self._loads
         worker.problem = problem
         if problem:
             self._refused.append(worker)
@@ -316,7 +321,7 @@ class WorkerPool:
         for waiter in sorted(self._waiters, key=lambda waiter: waiter.rank(self._num_by_tenant)):
             worker = self._choose(waiter.need, reserved)
             if worker is not None:
-                worker.opening.add(waiter.need.request_id)
+                worker.expect(waiter.need.request_id)
                 if waiter.need.needs_trial:
                     worker.on_trial = waiter.need.request_id
                 waiter.chosen.set_result(worker)

@@ -24,7 +24,7 @@ from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from types import FrameType
 
-from orchestrator.siblings import Siblings, shared_words
+from orchestrator.siblings import MAX_WORKERS, SharedLoads, Siblings, shared_words
 from shared.config import OrchestratorConfig, admin_port
 from shared.errors import EXIT_CONFIG, ConfigError
 from shared.logs import LogSettings, configure_logging, log_settings
@@ -107,6 +107,7 @@ class _Supervisor:
         self._serve = serve
         counts = shared_words(config.workers)
         holders = shared_words(config.workers * config.max_num_requests)
+        workers, loads = (shared_words(config.workers * MAX_WORKERS) for _ in range(2))
         self._slots = [
             _Slot(
                 Siblings(
@@ -114,6 +115,7 @@ class _Supervisor:
                     index=index,
                     counts=counts,
                     holders=holders,
+                    loads=SharedLoads(index=index, workers=workers, counts=loads),
                     directory=directory,
                 ),
                 config,

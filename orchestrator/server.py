@@ -84,6 +84,7 @@ class Orchestrator:
             tokenizer_hash=tokenizer_hash(directory),
             on_change=self._changed.set,
             num_by_tenant=self.admission.num_by_tenant,
+            loads=siblings.loads if siblings is not None else None,
         )
         self._endpoints = [
             WorkerEndpoints(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import multiprocessing
 from collections.abc import MutableSequence
@@ -9,11 +10,63 @@ from ctypes import c_int64
 from dataclasses import dataclass
 from typing import cast
 
+MAX_WORKERS = 64
+"""Workers at which each process tells the others how many requests it has."""
+
 
 def shared_words(count: int) -> MutableSequence[int]:
     """Return so many numbers, 0 at first, in memory that processes started later share."""
     words = multiprocessing.get_context("spawn").RawArray(c_int64, count)
     return cast(MutableSequence[int], words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedLoads:
+    """How many requests each of the processes has at each worker: a table that each fills for
+    itself, so that none waits for a lock.
+
+    Args:
+        index: Of this process.
+        workers: [processes * MAX_WORKERS] words: the worker of an entry; 0: there is none.
+        counts: Likewise: the requests.
+    """
+
+    index: int
+    workers: MutableSequence[int]
+    counts: MutableSequence[int]
+
+    def note(self, address: str, num_requests: int) -> None:
+        """Say how many requests this process has at a worker; one too many is left out."""
+        own = range(self.index * MAX_WORKERS, (self.index + 1) * MAX_WORKERS)
+        word = _word(address)
+        place = self._find(own, word)
+        if place is None and num_requests:
+            place = next((place for place in own if not self.counts[place]), None)
+        if place is not None:  # the count first: an entry of another worker must not have it
+            self.counts[place] = 0
+            self.workers[place] = word
+            self.counts[place] = num_requests
+
+    def others(self, address: str) -> int:
+        """Return the requests that the other processes have at a worker."""
+        word = _word(address)
+        found = 0
+        for begin in range(0, len(self.workers), MAX_WORKERS):
+            if begin != self.index * MAX_WORKERS:
+                place = self._find(range(begin, begin + MAX_WORKERS), word)
+                found += 0 if place is None else self.counts[place]
+        return found
+
+    def forget(self) -> None:
+        """Say that this process has no requests anywhere: it has ended."""
+        for place in range(self.index * MAX_WORKERS, (self.index + 1) * MAX_WORKERS):
+            self.counts[place] = 0
+
+    def _find(self, places: range, word: int) -> int | None:
+        try:
+            return places.start + self.workers[places.start : places.stop].index(word)
+        except ValueError:
+            return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +78,7 @@ class Siblings:
         index: Of this one's count, which it alone writes while it runs.
         counts: Requests that each has admitted.
         holders: [processes * places] words: the tenants that hold the places of each; 0: nobody.
+        loads: What each of them has at the workers.
         directory: Where each of them listens for the others, which nobody else can read.
     """
 
@@ -32,6 +86,7 @@ class Siblings:
     index: int
     counts: MutableSequence[int]
     holders: MutableSequence[int]
+    loads: SharedLoads
     directory: str
 
     @property
@@ -69,6 +124,7 @@ class Siblings:
     def forget(self) -> None:
         """Say that this process holds nothing: it has ended."""
         self.note(0)
+        self.loads.forget()
         for place_idx in range(len(self._own_holders)):
             self.note_holder(place_idx, None)
 
@@ -78,7 +134,8 @@ class Siblings:
         return range(self.index * num_places, (self.index + 1) * num_places)
 
 
-def _word(tenant: str) -> int:
-    """Return a tenant as 64 bits, none of which is 0 altogether."""
-    digest = hashlib.blake2b(tenant.encode(), digest_size=8).digest()
+@functools.lru_cache(maxsize=1024)
+def _word(name: str) -> int:
+    """Return a tenant or an address as 64 bits, none of which is 0 altogether."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True) or 1

@@ -18,6 +18,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from orchestrator.siblings import SharedLoads
 from shared.access.caller import NOBODY, Caller
 from shared.messages import (
     RequestFailure,
@@ -137,6 +138,7 @@ class WorkerSession:
         opening: Requests whose open was sent and not admitted yet.
         suspects: Requests that the worker went down with and that have not run elsewhere since.
         on_trial: The request that is tried here because workers went down with it; "" if none.
+        loads: What other processes of this orchestrator have here, which they say at once.
     """
 
     address: str
@@ -159,6 +161,7 @@ class WorkerSession:
     suspects: set[str] = field(default_factory=set)
     on_trial: str = ""
     on_load: Callable[[], None] = lambda: None
+    loads: SharedLoads | None = None
     _num_others: int = 0
     _handlers: dict[str, Handler] = field(default_factory=dict)
     _outbox: list[Any] = field(default_factory=list)
@@ -187,12 +190,14 @@ class WorkerSession:
 
     @property
     def num_requests(self) -> int:
-        """Return the requests here: ours, and what others had here at the last report."""
-        return self.num_own_requests + self._num_others
+        """Return the requests here: ours, those of the other processes of this orchestrator, and
+        what others had here at the last report.
+        """
+        return self.num_own_requests + self._num_of_siblings + self._num_others
 
     @property
     def num_own_requests(self) -> int:
-        """Return this orchestrator's requests here."""
+        """Return this process's requests here."""
         return len(self._handlers.keys() | self.opening)
 
     @property
@@ -217,6 +222,7 @@ class WorkerSession:
             handler.receive(WorkerLost(is_clean=True))
         else:
             self._handlers[request_id] = handler
+            self._note_own()
 
     def detach(self, request_id: str, handler: Handler) -> None:
         """Undo `attach`, unless another handler has replaced this one."""
@@ -225,9 +231,15 @@ class WorkerSession:
         self.withdraw(request_id)
         self.on_load()
 
+    def expect(self, request_id: str) -> None:
+        """Count a request that will open here."""
+        self.opening.add(request_id)
+        self._note_own()
+
     def withdraw(self, request_id: str) -> None:
         """Take a request back that was to open here."""
         self.opening.discard(request_id)
+        self._note_own()
         if self.on_trial == request_id:
             self.on_trial = ""
 
@@ -285,13 +297,23 @@ class WorkerSession:
         self.is_lost, self.lost_s = True, asyncio.get_running_loop().time()
         self._outbox.clear()
         handlers, self._handlers = self._handlers, {}
+        if self.loads is not None:
+            self.loads.note(self.address, 0)
         for handler in handlers.values():
             handler.receive(WorkerLost(is_clean=is_clean or self.is_draining))
 
     def _note_load(self, load: WorkerLoad) -> None:
         self.load = load
         reported = load.num_running + load.num_waiting
-        self._num_others = max(0, reported - self.num_own_requests)
+        self._num_others = max(0, reported - self.num_own_requests - self._num_of_siblings)
+
+    @property
+    def _num_of_siblings(self) -> int:
+        return self.loads.others(self.address) if self.loads is not None else 0
+
+    def _note_own(self) -> None:
+        if self.loads is not None and not self.is_lost:
+            self.loads.note(self.address, self.num_own_requests)
 
     def _deliver(self, request_id: str, message: Any) -> None:
         handler = self._handlers.get(request_id)

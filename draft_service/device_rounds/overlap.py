@@ -45,7 +45,7 @@ class OverlapRunner:
         self._is_cuda = device.type == "cuda"
         # Read by the device while it waits: not 0 when it should not.
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=self._is_cuda)
-        self._stream_waits = StreamWaits(PATH_PATIENCE_US / 1e6, small=NO_PATH)
+        self._stream_waits = StreamWaits(PATH_PATIENCE_US / 1e6, small=NO_PATH, device=device)
         self._deferred: Callable[[], None] | None = None
         # `last_hidden` as it was before the last launch, for drafts that continue from it.
         self._kept_hidden = torch.empty_like(runner.last_hidden) if runner.model.kv_lag else None

@@ -4,7 +4,9 @@ A kernel that waits keeps its process's turn of the GPU, and who should post the
 stream that waits by a memory operation gives its turn away. CUDA knows no end of such a wait, so
 a thread ends those that last too long: it posts a word itself, which says that nothing comes. It
 does so again until the stream has gone on: before the stream looks, a late word of an earlier round
-may be written over that one, or a new request's over all.
+may be written over that one, or a new request's over all. How far the stream is it writes to memory
+itself, before and after the wait: so that thread calls nothing of CUDA, and nothing that another
+thread does there, who may wait for the stream as well, can hold it up.
 
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEMOP.html
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,10 +37,12 @@ _TAG_SHIFT = 40
 assert TAG_BITS + _TAG_SHIFT == 63  # so that words are positive and count up
 _SMALL_SHIFT = 32
 _WAIT_VALUE_64 = 4  # CU_STREAM_MEM_OP_WAIT_VALUE_64
+_WRITE_VALUE_64 = 5  # CU_STREAM_MEM_OP_WRITE_VALUE_64
 _MOST_AT_ONCE = 256
-# CUstreamBatchMemOpParams with a CUstreamMemOpWaitValueParams; 48 bytes. Flags of 0 are
-# CU_STREAM_WAIT_VALUE_GEQ: until int64(word - value) >= 0.
-_WAIT = np.dtype(
+# CUstreamBatchMemOpParams with CUstreamMemOpWaitValueParams or ..WriteValueParams; 48 bytes. Flags
+# of 0: CU_STREAM_WAIT_VALUE_GEQ, until int64(word - value) >= 0, or CU_STREAM_WRITE_VALUE_DEFAULT,
+# after all that the stream has written before.
+_OPERATION = np.dtype(
     {
         "names": ["operation", "address", "value", "flags", "alias"],
         "formats": [np.uint32, np.uint64, np.int64, np.uint32, np.uint64],
@@ -46,9 +51,11 @@ _WAIT = np.dtype(
     }
 )
 
-
 # Between two looks at a wait that the stream has not come to, or that was ended.
 _AGAIN_S = 2e-3
+# Far more waits than are under way at once: a stream has two or three.
+_NUM_PLACES = 256
+_BEGUN, _OVER = 0, 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,18 +64,17 @@ class _Waiting:
 
     Args:
         words: [S].
+        number: Of the wait, from 1 on; the stream writes it when it comes to the wait, and when it
+            goes on.
         until_s: When to look at it.
-        has_begun: Whether the stream has come to it.
-        is_over: Whether the stream has gone on; None: it was not told of the wait yet.
         was_early: The stream had not come to it when it was looked at.
     """
 
     words: NDArray[np.int64]
     slots: NDArray[np.int64]
     values: NDArray[np.int64]
+    number: int
     until_s: float
-    has_begun: Callable[[], bool]
-    is_over: Callable[[], bool] | None = None
     was_early: bool = False
 
 
@@ -80,8 +86,8 @@ class StreamWaits:
 
     Args:
         small: The small number of a word which says that nothing comes.
-        submit: Hands waits [n] of `_WAIT` over to the device's current stream.
-        mark: Returns what says whether the device's current stream has done all before it.
+        device: Of the streams.
+        submit: Hands operations [n] of `_OPERATION` over to the device's current stream.
         clock: Monotonic, seconds.
     """
 
@@ -90,15 +96,17 @@ class StreamWaits:
         patience_s: float,
         *,
         small: int,
+        device: torch.device,
         submit: Callable[[NDArray[Any]], None] | None = None,
-        mark: Callable[[], Callable[[], bool]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._patience_s = patience_s
         self._nothing = np.int64(small) << _SMALL_SHIFT
-        self._submit = submit_waits if submit is None else submit
-        self._mark = mark_stream if mark is None else mark
+        self._submit = submit_operations if submit is None else submit
         self._clock = clock
+        progress = torch.zeros(_NUM_PLACES, 2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._progress = progress.numpy()
+        self._numbers = itertools.count(1)
         self._waiting: list[_Waiting] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -112,26 +120,30 @@ class StreamWaits:
             round_tags: Of their rounds.
         """
         at, tags = np.array(slots, np.int64), np.array(round_tags, np.int64)
-        waits = np.zeros(len(at), _WAIT)
-        waits["operation"] = _WAIT_VALUE_64
-        waits["address"] = words.data_ptr() + at * words.stride(0) * words.element_size()
-        waits["value"] = tags << _TAG_SHIFT
         waiting = _Waiting(
             words=words.numpy(),
             slots=at,
-            values=waits["value"],
+            values=tags << _TAG_SHIFT,
+            number=next(self._numbers),
             until_s=self._clock() + self._patience_s,
-            has_begun=self._mark(),
         )
+        operations = np.zeros(len(at) + 2, _OPERATION)
+        waits = operations[1:-1]
+        waits["operation"] = _WAIT_VALUE_64
+        waits["address"] = words.data_ptr() + at * words.stride(0) * words.element_size()
+        waits["value"] = waiting.values
+        place = self._progress[waiting.number % _NUM_PLACES].ctypes.data
+        for index, state in ((0, _BEGUN), (-1, _OVER)):
+            address = place + state * self._progress.itemsize
+            operations[index] = (_WRITE_VALUE_64, address, waiting.number, 0, 0)
         with self._changed:
             self._waiting.append(waiting)
             self._changed.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="stream-waits", daemon=True)
             self._thread.start()
-        for begin in range(0, len(waits), _MOST_AT_ONCE):
-            self._submit(waits[begin : begin + _MOST_AT_ONCE])
-        waiting.is_over = self._mark()
+        for begin in range(0, len(operations), _MOST_AT_ONCE):
+            self._submit(operations[begin : begin + _MOST_AT_ONCE])
 
     def end(self, words: torch.Tensor, slot: int, round_tag: int) -> None:
         """End a wait for one word, if it still lasts."""
@@ -159,7 +171,7 @@ class StreamWaits:
             return min(one.until_s for one in self._waiting) - now_s
 
     def _look_at(self, waiting: _Waiting, now_s: float) -> None:
-        if not waiting.has_begun():
+        if not self._has_come(waiting, _BEGUN):
             waiting.until_s, waiting.was_early = now_s + _AGAIN_S, True
         elif waiting.was_early:
             waiting.until_s, waiting.was_early = now_s + self._patience_s, False
@@ -168,12 +180,15 @@ class StreamWaits:
 
     def _end(self, waiting: _Waiting) -> None:
         """Forget a wait if it is over, else end it and look again soon."""
-        if waiting.is_over is not None and waiting.is_over():
+        if self._has_come(waiting, _OVER):
             self._waiting.remove(waiting)
             return
         _post(waiting.words, waiting.slots, waiting.values, self._nothing)
         waiting.until_s, waiting.was_early = self._clock() + _AGAIN_S, False
         self._changed.notify()
+
+    def _has_come(self, waiting: _Waiting, state: int) -> bool:
+        return bool(self._progress[waiting.number % _NUM_PLACES, state] >= waiting.number)
 
     def _watch(self) -> None:
         while True:
@@ -192,21 +207,14 @@ def _post(
     words[slots[missing]] = values[missing] | nothing
 
 
-def mark_stream() -> Callable[[], bool]:
-    """Return what says whether the current stream has done all that it was given so far."""
-    event = torch.cuda.Event()
-    event.record()
-    return event.query
-
-
-def submit_waits(waits: NDArray[Any]) -> None:
-    """Let the current stream of the current device wait: `waits` is [n] of `_WAIT`, n <= 256.
+def submit_operations(operations: NDArray[Any]) -> None:
+    """Give the current stream of the current device operations: [n] of `_OPERATION`, n <= 256.
 
     Raises: OSError if CUDA cannot.
     """
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     result = _driver().cuStreamBatchMemOp_v2(
-        stream, len(waits), ctypes.c_void_p(waits.ctypes.data), 0
+        stream, len(operations), ctypes.c_void_p(operations.ctypes.data), 0
     )
     if result != 0:
         raise OSError(f"CUDA lets no stream wait for memory: error {result}")
@@ -214,9 +222,9 @@ def submit_waits(waits: NDArray[Any]) -> None:
 
 def check_stream_waits(words: torch.Tensor) -> None:
     """Raise OSError unless the current stream can wait for a word in registered memory."""
-    waits = np.zeros(1, _WAIT)
+    waits = np.zeros(1, _OPERATION)
     waits["operation"], waits["address"] = _WAIT_VALUE_64, words.data_ptr()
-    submit_waits(waits)  # for any word at all
+    submit_operations(waits)  # for any word at all
 
 
 @functools.cache

@@ -67,7 +67,7 @@ class DeviceRounds(PeerRounds):
             mailbox.num_slots, dtype=torch.int32, pin_memory=mailbox.device.type == "cuda"
         )
         self._first_nodes = mailbox.trees[:, 1]  # every posted tree has one
-        self._stream_waits = StreamWaits(PATIENCE_US / 1e6, small=NO_TREE)
+        self._stream_waits = StreamWaits(PATIENCE_US / 1e6, small=NO_TREE, device=mailbox.device)
 
     def take_offer(self, channel: PeerChannel, offer: RowsOffer) -> None:
         self.draft_rows.take(channel, offer)

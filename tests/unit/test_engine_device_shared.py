@@ -23,6 +23,8 @@ from tests.device_pair import DevicePair, Make, check, device_engines, requests_
 from tests.engines import SHAPES, Models, plain_of
 from tests.marks import EXHAUSTIVE
 
+WRITE_VALUE_64 = 5  # CU_STREAM_MEM_OP_WRITE_VALUE_64
+
 
 class Gpu:
     """The one of both, which is a CPU here, and waits for nothing.
@@ -37,9 +39,12 @@ class Gpu:
         self.hurry, self.num_waits, self.num_early = 0.0, 0, 0
         self._rng = random.Random(VOCAB_SIZE)
 
-    def submit(self, waits: NDArray[Any]) -> None:
-        for address, value in zip(waits["address"].tolist(), waits["value"].tolist(), strict=True):
+    def submit(self, operations: NDArray[Any]) -> None:
+        for kind, address, value, *_ in operations.tolist():
             word = ctypes.c_int64.from_address(address)
+            if kind == WRITE_VALUE_64:
+                word.value = value
+                continue
             self.num_waits += 1
             if self._rng.random() < self.hurry:
                 self.num_early += 1
@@ -54,8 +59,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
     monkeypatch.setattr(draft_rounds, "open_mailbox", open_shared)
     monkeypatch.setattr(draft_rounds, "check_stream_waits", lambda _: None)
-    monkeypatch.setattr(stream_waits, "submit_waits", gpu.submit)
-    monkeypatch.setattr(stream_waits, "mark_stream", lambda: lambda: True)
+    monkeypatch.setattr(stream_waits, "submit_operations", gpu.submit)
     return gpu
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from orchestrator.admission import Admission
-from orchestrator.siblings import Siblings, shared_words
 from orchestrator.tenants import TenantLimits
 from shared.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from tests.fakes.in_memory import run_virtual, virtual
+from tests.siblings import some_siblings
 
 NUM_PLACES = 60
 HOP_S = 0.003
@@ -217,11 +217,7 @@ def test_many_more_requests_of_a_tenant_than_it_may_have_are_all_served() -> Non
 
 @virtual
 async def test_processes_that_share_a_port_share_the_limit_of_a_tenant() -> None:
-    counts, holders = shared_words(3), shared_words(3 * 4)
-    siblings = [
-        Siblings(parent_pid=0, index=index, counts=counts, holders=holders, directory="")
-        for index in range(3)
-    ]
+    siblings = some_siblings(3, num_places=4)
     one, two, _ = [Admission(4, each, TenantLimits("2")) for each in siblings]
     with one.admit("a", tenant="alice"), two.admit("b", tenant="alice"):
         for admission in (one, two):

@@ -16,6 +16,7 @@ from shared.access.caller import NOBODY
 from shared.errors import ConfigError, UnavailableError
 from shared.messages import FeatureSpec, WorkerInfo, WorkerLoad
 from tests.fakes.in_memory import virtual
+from tests.siblings import some_siblings
 
 TARGET_INFO = WorkerInfo(
     incarnation="t",
@@ -75,6 +76,26 @@ async def test_requests_spread_over_targets_by_load() -> None:
     chosen = [await pool.acquire_target(need(f"r{i}"), patience_s=0) for i in range(8)]
     assert [worker.address for worker in chosen].count("a") == 5
     assert [worker.address for worker in chosen].count("b") == 3
+
+
+@virtual
+async def test_processes_that_share_a_port_spread_requests_together() -> None:
+    """A burst: no worker has reported anything yet. What a process had ends with it."""
+    siblings = some_siblings(3)
+    pools = [WorkerPool(loads=each.loads) for each in siblings]
+    for pool in pools:
+        assert pool.open_target(target("a")) == pool.open_target(target("b")) == ""
+    chosen = [
+        (await pool.acquire_target(need(f"r{i}"), patience_s=0)).address
+        for i in range(5)
+        for pool in pools
+    ]
+    assert abs(chosen.count("a") - chosen.count("b")) == 1
+    first, second = pools[0].targets
+    assert first.num_requests + second.num_requests == 15
+    for each in siblings[1:]:
+        each.forget()
+    assert first.num_requests + second.num_requests == 5
 
 
 @virtual

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,9 @@ from shared.kernels.mailbox_words import NO_NODE, mailbox_words_ref
 from shared.peer import stream_waits
 from shared.peer.stream_waits import NO_PATH, NO_TREE, StreamWaits
 
+CPU = torch.device("cpu")
 PATIENCE_S = 0.05
+WAIT_VALUE_64, WRITE_VALUE_64 = 4, 5  # CU_STREAM_MEM_OP_..
 TAGS = st.integers(2, 2**23 - 1)
 
 
@@ -28,34 +30,42 @@ class Clock:
         return self.now
 
 
-class Submitted(list[NDArray[Any]]):
-    def __call__(self, waits: NDArray[Any]) -> None:
-        self.append(waits.copy())
+class Stream:
+    """What CUDA would do with operations, as far as it is let.
+
+    Attributes:
+        parts: The operations [n] that it was given at once.
+        is_behind: It does not come to any of them: steps before them take long.
+    """
+
+    def __init__(self, *, is_behind: bool = False) -> None:
+        self.parts: list[NDArray[Any]] = []
+        self.is_behind = is_behind
+        self._num_done = 0
+
+    def __call__(self, operations: NDArray[Any]) -> None:
+        self.parts.append(operations.copy())
+        self.go_on()
 
     @property
     def all(self) -> NDArray[Any]:
-        return np.concatenate(self)
+        return np.concatenate(self.parts)
 
+    @property
+    def waits(self) -> NDArray[Any]:
+        return self.all[self.all["operation"] == WAIT_VALUE_64]
 
-class Stream:
-    """Says how far it is.
-
-    Attributes:
-        num_done: Marks that it has come to.
-    """
-
-    def __init__(self, num_done: int = 0) -> None:
-        self.num_done, self.num_marks = num_done, 0
-
-    def mark(self) -> Callable[[], bool]:
-        self.num_marks += 1
-        place = self.num_marks
-        return lambda: place <= self.num_done
-
-
-def here() -> Stream:
-    """Return a stream that has come to its first wait."""
-    return Stream(num_done=1)
+    def go_on(self) -> None:
+        """Do what can be done with memory as it is."""
+        while not self.is_behind and self._num_done < len(self.all):
+            kind, address, value, flags, _ = self.all[self._num_done].tolist()
+            memory = ctypes.c_int64.from_address(address)
+            assert flags == 0
+            if kind == WAIT_VALUE_64 and memory.value - value < 0:
+                return
+            if kind == WRITE_VALUE_64:
+                memory.value = value
+            self._num_done += 1
 
 
 def word(tag: int, small: int = 3, token: int = 7) -> int:
@@ -70,12 +80,10 @@ def is_over(wait: NDArray[Any], words: torch.Tensor) -> bool:
 
 @given(wanted=TAGS, there=TAGS)
 def test_a_wait_ends_with_its_round_or_a_later_one(wanted: int, there: int) -> None:
-    words, submitted = torch.zeros(4, 8, dtype=torch.int64), Submitted()
-    waits = StreamWaits(
-        PATIENCE_S, small=NO_PATH, submit=submitted, mark=here().mark, clock=Clock()
-    )
+    words, stream = torch.zeros(4, 8, dtype=torch.int64), Stream()
+    waits = StreamWaits(PATIENCE_S, small=NO_PATH, device=CPU, submit=stream, clock=Clock())
     waits.wait(words[:, 0], [2], [wanted])
-    (wait,) = submitted.all
+    (wait,) = stream.waits
     assert not is_over(wait, words), "memory of zeros holds no word"
     words[1, 0] = words[2, 1] = word(wanted)
     assert not is_over(wait, words), "other slots and columns are none of its business"
@@ -84,26 +92,24 @@ def test_a_wait_ends_with_its_round_or_a_later_one(wanted: int, there: int) -> N
 
 
 def test_what_cuda_is_asked_for() -> None:
-    words, submitted = torch.zeros(300, 64, dtype=torch.int64), Submitted()
-    waits = StreamWaits(
-        PATIENCE_S, small=NO_TREE, submit=submitted, mark=here().mark, clock=Clock()
-    )
+    words, stream = torch.zeros(300, 64, dtype=torch.int64), Stream(is_behind=True)
+    waits = StreamWaits(PATIENCE_S, small=NO_TREE, device=CPU, submit=stream, clock=Clock())
     waits.wait(words[:, 1], range(300), range(2, 302))
-    assert [len(part) for part in submitted] == [256, 44], "CUDA takes 256 at once"
-    assert submitted[0].itemsize == 48, "CUstreamBatchMemOpParams"
-    assert set(submitted.all["operation"].tolist()) == {4}, "CU_STREAM_MEM_OP_WAIT_VALUE_64"
-    first, last = submitted.all[0], submitted.all[-1]
+    assert [len(part) for part in stream.parts] == [256, 46], "CUDA takes 256 at once"
+    assert stream.parts[0].itemsize == 48, "CUstreamBatchMemOpParams"
+    kinds = stream.all["operation"].tolist()
+    assert kinds == [WRITE_VALUE_64] + 300 * [WAIT_VALUE_64] + [WRITE_VALUE_64]
+    first, last = stream.waits[[0, -1]]
     assert int(first["address"]) == words[0, 1:].data_ptr()
     assert int(last["address"]) == words[299, 1:].data_ptr()
     assert int(last["value"]) == 301 << 40
-    assert not submitted.all["flags"].any(), "CU_STREAM_WAIT_VALUE_GEQ"
+    assert not stream.all["flags"].any(), "CU_STREAM_WAIT_VALUE_GEQ, ..WRITE_VALUE_DEFAULT"
 
 
 @pytest.mark.parametrize("small", [NO_TREE, NO_PATH])
 def test_what_lasts_too_long_is_ended_by_a_word_that_says_nothing(small: int) -> None:
-    clock, words, submitted = Clock(), torch.zeros(3, 8, dtype=torch.int64), Submitted()
-    stream = Stream(num_done=1)
-    waits = StreamWaits(PATIENCE_S, small=small, submit=submitted, mark=stream.mark, clock=clock)
+    clock, words, stream = Clock(), torch.zeros(3, 8, dtype=torch.int64), Stream()
+    waits = StreamWaits(PATIENCE_S, small=small, device=CPU, submit=stream, clock=clock)
     waits.wait(words[:, 0], [0, 1], [5, 9])
     words[1, 0] = came = word(9)
     clock.now += PATIENCE_S / 2
@@ -112,14 +118,16 @@ def test_what_lasts_too_long_is_ended_by_a_word_that_says_nothing(small: int) ->
     assert words[0, 0] == 0, "not yet"
     clock.now += 0.6 * PATIENCE_S
     waits.end_overdue()
-    assert [is_over(wait, words) for wait in submitted.all] == [True, True, False]
+    assert [is_over(wait, words) for wait in stream.waits] == [True, True, False]
     assert words[1, 0] == came, "what came stays"
     assert int(words[0, 0]) == word(5, small, 0), "no node of any tree, or a path of length 0"
-    stream.num_done = 3
-    clock.now += PATIENCE_S
+    stream.go_on()
+    for _ in range(2):  # it sees that the first is over, and that the other has begun
+        assert waits.end_overdue() is not None
+        clock.now += PATIENCE_S
     assert waits.end_overdue() is not None, "it looks whether the stream goes on"
-    assert all(is_over(wait, words) for wait in submitted.all)
-    stream.num_done = 4
+    assert all(is_over(wait, words) for wait in stream.waits)
+    stream.go_on()
     clock.now += PATIENCE_S
     assert waits.end_overdue() is None
 
@@ -127,31 +135,34 @@ def test_what_lasts_too_long_is_ended_by_a_word_that_says_nothing(small: int) ->
 @pytest.mark.parametrize("late", [0, word(4)])
 def test_a_wait_that_was_ended_is_ended_again_until_the_stream_goes_on(late: int) -> None:
     """A word of an earlier round, or the zeros of a new request, came in between."""
-    clock, stream, words = Clock(), here(), torch.zeros(1, 8, dtype=torch.int64)
-    submitted = Submitted()
-    waits = StreamWaits(PATIENCE_S, small=NO_TREE, submit=submitted, mark=stream.mark, clock=clock)
+    clock, stream, words = Clock(), Stream(), torch.zeros(1, 8, dtype=torch.int64)
+    waits = StreamWaits(PATIENCE_S, small=NO_TREE, device=CPU, submit=stream, clock=clock)
     waits.wait(words[:, 0], [0], [5])
     for _ in range(5):
         clock.now += 2 * PATIENCE_S
         assert waits.end_overdue() is not None
-        assert is_over(submitted.all[0], words)
+        assert is_over(stream.waits[0], words)
         words[0, 0] = late
-    stream.num_done = 2
+    clock.now += 2 * PATIENCE_S
+    assert waits.end_overdue() is not None
+    stream.go_on()
+    words[0, 0] = late
     clock.now += 2 * PATIENCE_S
     assert waits.end_overdue() is None
     assert int(words[0, 0]) == late, "nobody waits any more"
 
 
 def test_a_wait_lasts_from_when_the_stream_is_there() -> None:
-    clock, stream, words = Clock(), Stream(), torch.zeros(1, 8, dtype=torch.int64)
-    submitted = Submitted()
-    waits = StreamWaits(PATIENCE_S, small=NO_TREE, submit=submitted, mark=stream.mark, clock=clock)
+    clock, words = Clock(), torch.zeros(1, 8, dtype=torch.int64)
+    stream = Stream(is_behind=True)
+    waits = StreamWaits(PATIENCE_S, small=NO_TREE, device=CPU, submit=stream, clock=clock)
     waits.wait(words[:, 0], [0], [5])
     for _ in range(100):
         clock.now += PATIENCE_S
         waits.end_overdue()
     assert int(words[0, 0]) == 0, "steps before it take long"
-    stream.num_done = 1
+    stream.is_behind = False
+    stream.go_on()
     clock.now += PATIENCE_S
     waits.end_overdue()
     clock.now += 0.9 * PATIENCE_S
@@ -159,33 +170,47 @@ def test_a_wait_lasts_from_when_the_stream_is_there() -> None:
     assert int(words[0, 0]) == 0, "the stream has just come"
     clock.now += 0.2 * PATIENCE_S
     waits.end_overdue()
-    assert is_over(submitted.all[0], words)
+    assert is_over(stream.waits[0], words)
+
+
+def test_many_waits_one_after_the_other() -> None:
+    clock, words, stream = Clock(), torch.zeros(1, 8, dtype=torch.int64), Stream()
+    waits = StreamWaits(PATIENCE_S, small=NO_TREE, device=CPU, submit=stream, clock=clock)
+    for tag in range(2, 1002):
+        waits.wait(words[:, 0], [0], [tag])
+        assert waits.end_overdue() is not None
+        words[0, 0] = word(tag)
+        stream.go_on()
+        clock.now += PATIENCE_S
+        assert waits.end_overdue() is None
+        assert int(words[0, 0]) == word(tag)
+        del stream.parts[:]
+        stream = waits._submit = Stream()
 
 
 def test_a_thread_ends_what_nobody_else_does() -> None:
-    words, submitted = torch.zeros(2, 8, dtype=torch.int64), Submitted()
-    stream = here()
-    waits = StreamWaits(0.01, small=NO_PATH, submit=submitted, mark=stream.mark)
+    words, stream = torch.zeros(2, 8, dtype=torch.int64), Stream()
+    waits = StreamWaits(0.01, small=NO_PATH, device=CPU, submit=stream)
     for tag in (3, 4):  # after a rest, too
         waits.wait(words[:, 0], [1], [tag])
         deadline = time.monotonic() + 60
-        while not is_over(submitted[-1][0], words) and time.monotonic() < deadline:
+        while not is_over(stream.waits[-1], words) and time.monotonic() < deadline:
             time.sleep(0.002)
-        assert is_over(submitted[-1][0], words)
-        stream.num_done += 2
+        assert is_over(stream.waits[-1], words)
+        stream.go_on()
         time.sleep(0.02)
 
 
 def test_one_wait_or_all_are_given_up() -> None:
-    words, submitted = torch.zeros(3, 8, dtype=torch.int64), Submitted()
-    waits = StreamWaits(60.0, small=NO_PATH, submit=submitted, mark=here().mark)
+    words, stream = torch.zeros(3, 8, dtype=torch.int64), Stream()
+    waits = StreamWaits(60.0, small=NO_PATH, device=CPU, submit=stream)
     waits.wait(words[:, 0], [0, 1, 2], [5, 6, 7])
     waits.end(words[:, 0], 1, 6)
-    assert [is_over(wait, words) for wait in submitted.all] == [False, True, False]
+    assert [is_over(wait, words) for wait in stream.waits] == [False, True, False]
     waits.end(words[:, 0], 1, 5)
     assert int(words[1, 0]) == word(6, NO_PATH, 0), "a later word stays"
     waits.give_up()
-    assert all(is_over(wait, words) for wait in submitted.all)
+    assert all(is_over(wait, words) for wait in stream.waits)
 
 
 def test_what_cuda_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +224,7 @@ def test_what_cuda_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(stream_waits, "_driver", Driver)
     monkeypatch.setattr(torch.cuda, "current_stream", CudaStream)
-    waits = StreamWaits(60.0, small=NO_TREE, mark=here().mark)
+    waits = StreamWaits(60.0, small=NO_TREE, device=CPU)
     with pytest.raises(OSError, match="error 801"):
         waits.wait(torch.zeros(1, dtype=torch.int64), [0], [2])
 
@@ -207,7 +232,7 @@ def test_what_cuda_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_a_stream_waits_until_a_word_comes() -> None:
     words = torch.zeros(2, 8, dtype=torch.int64, pin_memory=True)
-    waits, done = StreamWaits(60.0, small=NO_TREE), torch.cuda.Event()
+    waits, done = StreamWaits(60.0, small=NO_TREE, device=torch.device("cuda")), torch.cuda.Event()
     waits.wait(words[:, 1], [1], [9])
     done.record()
     time.sleep(0.05)
@@ -218,4 +243,19 @@ def test_a_stream_waits_until_a_word_comes() -> None:
     done.record()
     waits.give_up()
     done.synchronize()
+    assert NO_NODE == int(words[1, 1] >> 32) & 0xFF
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_a_wait_ends_while_another_thread_waits_for_the_stream() -> None:
+    """As one does that loads a kernel, or frees memory."""
+    words = torch.zeros(2, 8, dtype=torch.int64, pin_memory=True)
+    waits = StreamWaits(0.05, small=NO_TREE, device=torch.device("cuda"))
+    memory = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    waits.wait(words[:, 1], [1], [9])
+    del memory
+    torch.cuda.empty_cache()  # cudaFree
+    waits.wait(words[:, 1], [1], [10])
+    torch.special.bessel_j1(torch.ones(3, device="cuda")).tolist()  # a kernel that nobody used
     assert NO_NODE == int(words[1, 1] >> 32) & 0xFF
