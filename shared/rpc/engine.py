@@ -180,6 +180,9 @@ class EngineHandle(Protocol):
     def is_pending(self) -> bool:
         """Return whether the engine owes a report: it has work or messages it has not taken."""
 
+    def show_stacks(self) -> None:
+        """Let the engine write to its log where each of its threads is, whatever it does."""
+
     def kill(self) -> None:
         """End the engine at once, whatever it does."""
 

@@ -7,6 +7,7 @@ middle of a step. Exit codes: 0 = the front closed the pipe, 1 = an error (its t
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import importlib
 import logging
@@ -47,6 +48,8 @@ COUNTS_INTERVAL_S = 0.25
 # step of the other one would lose them in every round.
 BUSY_POLL_US = 20_000
 MIN_SPINNING_CORES = 8
+# Asks an engine to write to stderr where its threads are, inside of a call of CUDA too.
+STACKS_SIGNAL = signal.SIGUSR1
 
 _PR_SET_PDEATHSIG = 1
 
@@ -103,6 +106,7 @@ def engine_main(
     # A terminal's Ctrl-C and a supervisor's SIGTERM reach the whole group: the front decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(STACKS_SIGNAL)
     configure_logging(log)
     pipe = BlockingPipe(sock)
     try:

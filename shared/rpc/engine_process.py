@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from shared.logs import log_settings
 from shared.messages import WorkerInfo
 from shared.rpc.engine import EngineDiedError, EngineReport, ProgressCallback
 from shared.rpc.engine_main import (
+    STACKS_SIGNAL,
     BuildEngine,
     EngineProgress,
     EngineReady,
@@ -128,6 +130,12 @@ class EngineProcess:
             self._num_received = report.num_received
             self._has_work = report.has_work
             yield report
+
+    def show_stacks(self) -> None:
+        """Let the engine write to its log where each of its threads is, whatever it does."""
+        if self._process is not None and self._process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, STACKS_SIGNAL)
 
     def kill(self) -> None:
         """End the engine at once, whatever it does."""

@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DIED = 1
 LOOK_INTERVAL_S = 0.5
+# For an engine that hangs to write where its threads are.
+_STACKS_S = 0.2
 
 
 class WorkerServicer(Protocol):
@@ -259,6 +261,8 @@ class WorkerServer:
             self.servicer.sessions.beat()
             silent_s = watch.look(time.monotonic())
             if silent_s:
+                self._engine.show_stacks()
+                await asyncio.sleep(_STACKS_S)
                 self._engine.kill()
                 raise EngineDiedError(
                     f"the engine made no progress for {silent_s:.1f} s, killed it", cause="hung"

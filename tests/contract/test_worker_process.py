@@ -196,6 +196,15 @@ async def test_failing_engine_ends_the_worker_and_its_log_says_why() -> None:
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_an_engine_that_hangs_says_where_before_it_is_killed() -> None:
+    async with start(engine="create_hanging") as worker, Peer(await worker.ready()) as peer:
+        await peer.target_session().send(target_open("hang"))
+        code, _, errors = await worker.end()
+        assert code == 1
+        assert re.search(r"most recent call first\):\n(  File .*\n)*  File .* in step\n", errors)
+        assert "the engine made no progress for" in errors
+
+
 async def test_a_slow_engine_is_not_taken_for_hung() -> None:
     """Its steps take longer than an engine may be silent by default."""
     async with start(engine="create_plodding") as worker, Peer(await worker.ready()) as peer:

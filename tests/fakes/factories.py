@@ -74,6 +74,18 @@ def create_fragile(config: WorkerConfig, progress: ProgressCallback) -> Fragile:
     return Fragile()
 
 
+class Hanging(FakeTarget):
+    """A target whose device never ends a step."""
+
+    def step(self) -> list[Any]:
+        time.sleep(600)
+        return super().step()
+
+
+def create_hanging(config: WorkerConfig, progress: ProgressCallback) -> Hanging:
+    return Hanging()
+
+
 class Plodding(FakeTarget):
     """A target whose steps take 7 s each, and say that they go on, as the layers of a model do."""
 
