@@ -15,7 +15,13 @@ _DIGITS = 16
 
 
 def key_of(arrival: Arrival, temperature: float) -> str:
-    """Return what an output depends on, as a digest; equal keys on one model: equal outputs."""
+    """Return what an output depends on, as a digest; equal keys on one model: equal outputs.
+
+    Args:
+        temperature: Of the run.
+    """
+    if arrival.temperature is not None:
+        temperature = arrival.temperature
     seed = arrival.seed if temperature else None
     return _digest(json.dumps([arrival.prompt, arrival.max_new_tokens, temperature, seed]).encode())
 
@@ -29,7 +35,7 @@ class OutputLog:
     """The outputs of a benchmark, the first one of each key.
 
     Args:
-        temperature: Of all requests.
+        temperature: Of requests that have none of their own.
         reference: Key -> digest of another benchmark; None: there is none to compare with.
     """
 

@@ -35,12 +35,14 @@ class Arrival:
     Args:
         at_s: When to send it, seconds from the beginning of the run.
         seed: Of its sampling.
+        temperature: Its own; None: that of the run.
     """
 
     at_s: float
     prompt: Prompt
     max_new_tokens: int
     seed: int
+    temperature: float | None = None
 
     def request(self, keywords: Mapping[str, Any]) -> bytes:
         """Return its GenerateRequest, serialized.
@@ -49,6 +51,8 @@ class Arrival:
             keywords: Of `RequestOptions`, the same for all arrivals.
         """
         options: Any = {**keywords, "max_new_tokens": self.max_new_tokens, "seed": self.seed}
+        if self.temperature is not None:
+            options["temperature"] = self.temperature
         if isinstance(self.prompt, str):
             message = build_request(self.prompt, options)
         else:
@@ -91,7 +95,7 @@ def poisson(
 
 
 def read_schedule(path: str, *, seed: int) -> list[Arrival]:
-    """Read a JSON list of {"at_s", "token_ids", "max_new_tokens"}.
+    """Read a JSON list of {"at_s", "token_ids", "max_new_tokens"}, perhaps with "temperature".
 
     Args:
         seed: Of the first arrival's sampling.
@@ -109,6 +113,7 @@ def read_schedule(path: str, *, seed: int) -> list[Arrival]:
             prompt=tuple(row["token_ids"]),
             max_new_tokens=row["max_new_tokens"],
             seed=seed + index,
+            temperature=row.get("temperature"),
         )
         arrivals.append(arrival)
     return sorted(arrivals, key=lambda arrival: arrival.at_s)
@@ -146,6 +151,9 @@ def _problem_of(row: Any) -> str:
         return 'has no "token_ids", expected a list of whole numbers'
     if not isinstance(length, int) or length < 1:
         return f'has "max_new_tokens" {length!r}, expected at least 1'
+    temperature = row.get("temperature", 0)
+    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
+        return f'has "temperature" {temperature!r}, expected 0 or more'
     return ""
 
 

@@ -268,7 +268,7 @@ def _add_arrivals(parser: argparse.ArgumentParser) -> None:
         "--schedule",
         nargs="+",
         metavar="FILE",
-        help='JSON lists of {"at_s", "token_ids", "max_new_tokens"}',
+        help='JSON lists of {"at_s", "token_ids", "max_new_tokens"}, perhaps with "temperature"',
     )
     parser.add_argument(
         "--seconds",

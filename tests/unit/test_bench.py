@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -22,10 +23,11 @@ from coppice.bench.figures import (
     spread_of,
     warning_of,
 )
-from coppice.bench.outputs import OutputLog
+from coppice.bench.outputs import OutputLog, key_of
 from coppice.bench.plot import draw_plot, plot_runs
 from coppice.bench.request import RequestResult, run_in_turn
 from coppice.bench.schedule import Arrival, at_once, poisson, read_prompts, read_schedule
+from coppice.v1.generation_pb2 import GenerateRequest
 from shared.errors import ConfigError, UnavailableError
 from shared.messages import FinishInfo, FinishReason, RequestFailure, SpeculationStats
 
@@ -172,13 +174,23 @@ def test_a_schedule_is_read_and_sorted(tmp_path: Path) -> None:
     path = tmp_path / "arrivals.json"
     rows = [
         {"at_s": 0.5, "token_ids": [1, 2], "max_new_tokens": 7},
-        {"at_s": 0, "token_ids": [3], "max_new_tokens": 8},
+        {"at_s": 0, "token_ids": [3], "max_new_tokens": 8, "temperature": 1.5},
     ]
     path.write_text(json.dumps(rows))
     assert read_schedule(str(path), seed=5) == [
-        Arrival(at_s=0.0, prompt=(3,), max_new_tokens=8, seed=6),
+        Arrival(at_s=0.0, prompt=(3,), max_new_tokens=8, seed=6, temperature=1.5),
         Arrival(at_s=0.5, prompt=(1, 2), max_new_tokens=7, seed=5),
     ]
+
+
+def test_an_arrival_may_have_a_temperature_of_its_own() -> None:
+    own = Arrival(at_s=0.0, prompt=(3,), max_new_tokens=8, seed=6, temperature=1.5)
+    for given, expected in ((own, 1.5), (dataclasses.replace(own, temperature=None), 0.5)):
+        message = GenerateRequest.FromString(given.request({"temperature": 0.5}))
+        assert message.sampling.temperature == expected
+        assert key_of(given, 0.5) == key_of(dataclasses.replace(own, temperature=expected), 0.0)
+    greedy = dataclasses.replace(own, temperature=0.0)
+    assert key_of(greedy, 1.0) == key_of(dataclasses.replace(greedy, seed=7), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +203,10 @@ def test_a_schedule_is_read_and_sorted(tmp_path: Path) -> None:
         ('[{"at_s": -1, "token_ids": [1], "max_new_tokens": 1}]', 'entry 0 has "at_s" -1'),
         ('[{"at_s": 1, "token_ids": [], "max_new_tokens": 1}]', 'entry 0 has no "token_ids"'),
         ('[{"at_s": 1, "token_ids": [1], "max_new_tokens": 0}]', 'has "max_new_tokens" 0'),
+        (
+            '[{"at_s": 1, "token_ids": [1], "max_new_tokens": 1, "temperature": -1}]',
+            'has "temperature" -1',
+        ),
     ],
 )
 def test_a_schedule_that_cannot_be_played_is_refused(
