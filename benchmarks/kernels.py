@@ -228,7 +228,7 @@ class _Bench:
         # What torch reads: the same bytes, one request after the other, no pages.
         dense = self._copies(self._normal(2, num_requests, num_kv_heads, num_tokens, HEAD_DIM))
         pool, req_idx = new_pool(
-            KVLayout(num_layers=len(dense), num_heads=num_kv_heads, width=HEAD_DIM),
+            KVLayout.uniform(len(dense), num_kv_heads, HEAD_DIM),
             num_requests=num_requests,
             num_tokens=num_tokens,
             dtype=self.dtype,

@@ -120,7 +120,7 @@ def _measure(
     num_bytes = num_requests * num_tokens * width * dtype.itemsize
     num_copies = max(1, min(_MAX_COPIES, _ROTATED_BYTES // num_bytes))
     pool, req_idx = new_pool(
-        KVLayout(num_layers=num_copies, caches=("latent",), num_heads=1, width=width),
+        KVLayout.uniform(num_copies, 1, width, caches=("latent",)),
         num_requests=num_requests,
         num_tokens=num_tokens,
         dtype=dtype,

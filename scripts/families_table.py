@@ -49,6 +49,8 @@ MODELS = {
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 270M, 1B",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B (its language model)",
+    "Gemma4ForCausalLM": "Gemma 4 (dense, without embeddings per layer)",
+    "Gemma4ForConditionalGeneration": "Gemma 4 31B (its language model)",
     "GraniteForCausalLM": "Granite 3 (dense)",
     "SmolLM3ForCausalLM": "SmolLM3",
     "Olmo2ForCausalLM": "OLMo 2",
@@ -223,6 +225,8 @@ def _attention_of(family: Family) -> list[str]:
         "norms of q and k": bool(family.has_qk_norm),
         "norms of q and k over all heads": family.has_wide_qk_norm,
         "norms of q and k after rope": family.has_late_qk_norm,
+        "norms of v": family.has_v_norm,
+        "other K/V heads in layers without a window, V from K's projection": family.has_layer_heads,
         "biases of q, k, v": family.qkv_bias is True or family.defaults.get("attention_bias", False)
         or family.defaults.get("qkv_bias", False),
         "soft cap of scores": "attn_logit_softcapping" in family.implemented,
@@ -242,6 +246,8 @@ def _rope_of(family: Family) -> list[str]:
         parts.append(f"{share} of each head rotated")
     if family.is_interleaved:
         parts.append("rope in neighbouring pairs")
+    if "rope_parameters" in family.defaults:
+        parts.append("a part of the pairs rotated in layers without a window")
     if family.has_local_rope:
         parts.append("another rope in layers with a window")
     if family.rotates_windows_only:
@@ -280,6 +286,8 @@ def _norms_of(family: Family) -> list[str]:
         parts.append("gelu")
     if family.has_scaled_embedding:
         parts.append("scaled embeddings")
+    if family.has_layer_scalar:
+        parts.append("a factor of each layer's output")
     return parts
 
 
@@ -380,7 +388,7 @@ Written by `scripts/families_table.py` from the registries of the code, the test
 - *Exact on a GPU*: so it was seen to be by engines on an H200 in bfloat16, with one of its drafts ([h200_families.json](../benchmarks/results/h200_families.json)); "no": that file does not say it. `tests/unit/test_engine_families.py` looks at all where there is a GPU.
 - *Measured on a GPU*: the file, or "no": then its speed is not known. No weights of these models themselves were at hand: shapes are theirs, weights are random or inflated.
 
-Rope is default, linear, llama3, yarn, longrope or dynamic by config.json in every family, in half-split pairs unless the table says otherwise.
+Rope is default, linear, llama3, yarn, longrope, proportional or dynamic by config.json in every family, in half-split pairs unless the table says otherwise.
 
 """  # noqa: E501
 

@@ -136,7 +136,8 @@ class TargetRunner:
         config = self.model.config
         if config.latent is not None:
             return 0
-        return few_rows_of(config.num_heads, config.num_kv_heads)
+        shapes = config.kv_layout.layers
+        return min(few_rows_of(config.num_heads, shape.num_heads) for shape in shapes)
 
     @property
     def buckets(self) -> tuple[int, ...]:

@@ -60,9 +60,9 @@ def run_self_test(runner: TargetRunner) -> SelfTestResult:
     """
     products, config = runner.model.products, runner.model.config
     if products.weights:  # none are a CPU's on a GPU
-        layout = config.kv_layout
-        heads = (config.num_heads // layout.num_heads, layout.width)
-        settle_products(products, heads)
+        shapes = dict.fromkeys(config.kv_layout.layers)
+        heads = [(config.num_heads // shape.num_heads, shape.width) for shape in shapes]
+        settle_products(products, *heads)
     result = _compare_ways(runner)
     if products.weights and not result.is_exact and not products.is_invariant:
         logger.warning(
@@ -183,10 +183,9 @@ class _SelfTest:
         src = pool.slots(self._row, PREFIX_LEN + TREE_PATH)
         dst = pool.slots(self._row, PREFIX_LEN + np.arange(PATH_LEN))
         move_paths(
-            pool.caches,
+            pool.cache_groups,
             to_device(src, pool.device)[None],
             to_device(dst, pool.device)[None],
-            addresses=pool.cache_addresses,
         )
         return logits[to_device(TREE_PATH, pool.device)]
 
@@ -198,10 +197,10 @@ class _SelfTest:
             as_bytes(cache)[slots] = 0
 
     def committed_kv(self, count: int) -> torch.Tensor:
-        """Return what all caches hold of the first `count` slots."""
+        """Return what all caches hold of the first `count` slots, one after the other."""
         pool = self._runner.pool
         slots = to_device(pool.slots(self._row, np.arange(count)).astype(np.int64), pool.device)
-        stored = torch.stack([as_bytes(cache)[slots] for cache in pool.caches])
+        stored = torch.cat([as_bytes(cache)[slots].flatten() for cache in pool.caches])
         return stored.view(pool.caches[0].dtype)
 
     def _block(self, prefix_len: int, num_rows: int, *trees: TreeLayout) -> RowBlocks:

@@ -115,8 +115,7 @@ class Verifier:
         verified = VerifyOutput(node_outputs=outputs, walk=walk)
         post(inputs, verified)
         if inputs.may_move_kv:
-            pool = self._pool
-            move_paths(pool.caches, walk.move_src, walk.move_dst, addresses=pool.cache_addresses)
+            move_paths(self._pool.cache_groups, walk.move_src, walk.move_dst)
         return verified
 
     def _sampled(self, inputs: VerifyInput, hidden: torch.Tensor) -> NodeOutputs:

@@ -95,6 +95,40 @@ GEMMA3 = _GEMMA | {
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
     },
 }
+# Layers without a window have wider heads, and K for V; of their pairs some are not rotated.
+GEMMA4 = {
+    "head_dim": 24,
+    "global_head_dim": 40,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+    "sliding_window": 20,
+    "num_hidden_layers": 4,
+    "layer_types": [
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+    ],
+    "final_logit_softcapping": 5.0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 50000.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    },
+}
+# Layers with a rotary embedding of their own, heads of one shape and a projection of V.
+GEMMA4_PLAIN = GEMMA4 | {
+    "global_head_dim": 24,
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+}
 # Layers with a window have a rotary embedding of their own, or the only one.
 OLMO3 = {
     "attention_bias": True,
@@ -334,6 +368,31 @@ def write_gemma3_with_vision(directory: Path) -> Path:
     return write_tokenizer(directory)
 
 
+def write_gemma4_with_vision(directory: Path) -> Path:
+    """Write a Gemma 4 with a vision tower, whose config.json has the published fields of heads."""
+    import transformers
+
+    text = _SIZES | GEMMA4 | {"model_type": "gemma4_text", "pad_token_id": 0}
+    vision = {"model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 16}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    vision |= {"head_dim": 8, "position_embedding_size": 16}
+    config = transformers.Gemma4Config(
+        text_config=text, vision_config=vision, audio_config=None, tie_word_embeddings=True
+    )
+    model = transformers.Gemma4ForConditionalGeneration(config)
+    fill(model, seed=0)
+    model.save_pretrained(directory)
+
+    def publish(fields: dict[str, Any]) -> None:
+        del fields["text_config"]["per_layer_config"]
+        fields["text_config"] |= {name: GEMMA4[name] for name in _GLOBAL_HEADS}
+
+    return write_tokenizer(edit_checkpoint(directory, config=publish))
+
+
+_GLOBAL_HEADS = ("global_head_dim", "num_global_key_value_heads")
+
+
 def write_mistral3(directory: Path) -> Path:
     """Write a Mistral with a vision tower; head_dim is not hidden_size / heads."""
     import transformers
@@ -386,7 +445,8 @@ def fill(model: Any, seed: int) -> None:
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
-            center = 0 if "gemma" in model.config.model_type else 1
+            has_offset = model.config.model_type.startswith(("gemma2", "gemma3"))
+            center = 0 if has_offset else 1
             values = center + 0.2 * values
         elif parameter.ndim == 1:
             values = 0.3 * values
@@ -401,6 +461,8 @@ def fill(model: Any, seed: int) -> None:
     for name, bias in sorted(biases, key=lambda pair: pair[0]):
         if "correction_bias" in name:
             bias.data.copy_(0.3 * torch.randn(bias.shape, generator=generator))
+        if name.endswith("layer_scalar"):
+            bias.data.copy_(1 + 0.3 * torch.randn(bias.shape, generator=generator))
 
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
@@ -414,6 +476,9 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "gemma2": lambda d: write(d, "gemma2", **GEMMA2),
     "gemma3": lambda d: write(d, "gemma3_text", **GEMMA3),
     "gemma3-with-vision": write_gemma3_with_vision,
+    "gemma4": lambda d: write(d, "gemma4_text", **GEMMA4),
+    "gemma4-plain": lambda d: write(d, "gemma4_text", **GEMMA4_PLAIN),
+    "gemma4-with-vision": write_gemma4_with_vision,
     "olmo3": lambda d: write(d, "olmo3", **OLMO3),
     "exaone4": lambda d: write(d, "exaone4", **EXAONE4),
     "ministral": lambda d: write(d, "ministral", **MINISTRAL),

@@ -6,6 +6,7 @@ Grid: (num_caches, num_requests). Rows that stay where they are, padding include
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -48,45 +49,66 @@ def _move_paths_kernel(
         tl.store(cache_ptr + dst * ROW + column, row, mask=is_moved)
 
 
-def cache_addresses(caches: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return where the caches lie, [num_caches] i64 on their device, for `move_paths`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroup:
+    """Caches whose rows one launch moves.
 
     Args:
         caches: Each [num_slots, Hkv, d], dense, of one shape, dtype and device.
+        addresses: [num_caches] i64 on their device, where they lie.
     """
-    first = caches[0]
+
+    caches: Sequence[torch.Tensor]
+    addresses: torch.Tensor
+
+
+def group_caches(caches: Sequence[torch.Tensor]) -> list[CacheGroup]:
+    """Return the caches of all layers by their shapes; one group where all layers are alike.
+
+    Args:
+        caches: Each [num_slots, Hkv, d], dense, of one dtype and device.
+    """
+    by_shape: dict[torch.Size, list[torch.Tensor]] = {}
     for cache in caches:
-        assert cache.is_contiguous() and cache.shape == first.shape and cache.dtype == first.dtype
-    return torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64).to(first.device)
+        assert cache.is_contiguous() and cache.dtype == caches[0].dtype
+        by_shape.setdefault(cache.shape, []).append(cache)
+    return [
+        CacheGroup(
+            caches=group,
+            addresses=torch.tensor([cache.data_ptr() for cache in group], dtype=torch.int64).to(
+                group[0].device
+            ),
+        )
+        for group in by_shape.values()
+    ]
 
 
-def move_paths(
-    caches: Sequence[torch.Tensor],
-    src: torch.Tensor,
-    dst: torch.Tensor,
-    *,
-    addresses: torch.Tensor,
-) -> None:
+def move_paths(groups: Sequence[CacheGroup], src: torch.Tensor, dst: torch.Tensor) -> None:
     """Copy slot src[b, m] to slot dst[b, m] in every cache, path by path in ascending order of m.
 
     Args:
-        caches: Each [num_slots, Hkv, d], of one shape and dtype; K and V of every layer.
+        groups: What `group_caches` said of the caches of all layers.
         src, dst: [B, D] i32. No destination is a later source of its path, nor any slot of another
             path; equal ones, such as padding, are not touched.
-        addresses: What `cache_addresses` said of these caches.
     Mutates: rows of every cache named by `dst`.
     """
-    if not caches or src.numel() == 0:
+    if src.numel() == 0:
         return
-    first = as_bytes(caches[0])
+    for group in groups:
+        _move_group(group, src, dst)
+
+
+def _move_group(group: CacheGroup, src: torch.Tensor, dst: torch.Tensor) -> None:
+    """Do what `move_paths` does in the caches of a group."""
+    first = as_bytes(group.caches[0])
     if not use_triton(first):
-        move_paths_ref(caches, src, dst)
+        move_paths_ref(group.caches, src, dst)
         return
-    assert len(addresses) == len(caches) and src.is_contiguous() and dst.is_contiguous()
+    assert src.is_contiguous() and dst.is_contiguous()
     row = first.shape[1] * first.shape[2]
     count_launch("move_paths")
-    _move_paths_kernel[(len(caches), src.shape[0])](
-        addresses,
+    _move_paths_kernel[(len(group.caches), src.shape[0])](
+        group.addresses,
         src,
         dst,
         first,

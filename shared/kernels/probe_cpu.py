@@ -30,12 +30,12 @@ _ODD_OFFSETS = (1, 2, 3, 5, 7, 15)  # values: 4 to 60 bytes of float32
 _ROW_COUNTS = (2, 3, 5, 7, 9, 17)
 
 
-def settle_products(products: CpuProducts, heads: tuple[int, int]) -> None:
+def settle_products(products: CpuProducts, *heads: tuple[int, int]) -> None:
     """Give up every way to multiply that fails a probe, and say so.
 
     Args:
         products: Of a loaded model.
-        heads: (query heads of a KV head, values of a head) of its attention.
+        heads: (query heads of a KV head, values of a head) of its attention, once for each shape.
     Mutates: `products`.
     """
     while not products.linear.is_invariant:
@@ -51,7 +51,9 @@ def settle_products(products: CpuProducts, heads: tuple[int, int]) -> None:
             list(failed[0].shape),
             _describe(products.linear.name),
         )
-    while not products.attention.is_invariant and not probe_batches(products.attention, *heads):
+    while not products.attention.is_invariant:
+        if all(probe_batches(products.attention, *shape) for shape in heads):
+            break
         name = products.attention.name
         products.give_up_attention()
         logger.warning(

@@ -48,6 +48,7 @@ def _rope_store_kernel(
     v_factor,  # likewise
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_V_NORM: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -92,6 +93,10 @@ def _rope_store_kernel(
         rotated = first * cos - second * sin
         second = second * cos + first * sin
         first = rotated
+    elif HAS_V_NORM:
+        square_sum = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        scale = 1.0 / tl.sqrt(square_sum / HEAD_DIM + eps)[:, None]
+        first, second = first * scale, second * scale
     first, second = first.to(dtype), second.to(dtype)
     if k_factor is not None:
         if first_head < NUM_HEADS:
@@ -133,6 +138,7 @@ def rope_store(
     *,
     dtype: torch.dtype | None = None,
     scales: KVScales = UNSCALED,
+    has_v_norm: bool = False,
 ) -> torch.Tensor:
     """Finish the projections of a layer: store K and V of the rows, return their queries.
 
@@ -146,6 +152,7 @@ def rope_store(
         slot_mapping: [T] i32; padding points into page 0, every other slot occurs once.
         dtype: Of the model; None: that of the caches.
         scales: Of caches in FP8.
+        has_v_norm: Heads of V are normed as well, without a weight.
     Returns: q [T, Hq, d], rotated, in the dtype of the model.
     Mutates: rows of `k_cache` and `v_cache` named by `slot_mapping`.
     """
@@ -154,6 +161,7 @@ def rope_store(
             *(addends, bias, norms, eps, cos, sin, k_cache, v_cache, slot_mapping),
             dtype=dtype,
             scales=scales,
+            has_v_norm=has_v_norm,
         )
     dtype = dtype or k_cache.dtype
     _check(addends, cos, sin, k_cache, v_cache, slot_mapping, dtype)
@@ -186,6 +194,7 @@ def rope_store(
         1 / scales.v if is_fp8(v_cache) else None,
         HAS_BIAS=bias is not None,
         HAS_NORM=norms is not None,
+        HAS_V_NORM=has_v_norm,
         NUM_SPLITS=len(addends),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
@@ -228,6 +237,7 @@ def rope_store_ref(
     *,
     dtype: torch.dtype | None = None,
     scales: KVScales = UNSCALED,
+    has_v_norm: bool = False,
 ) -> torch.Tensor:
     """Do what `rope_store` does in plain torch."""
     _, num_kv_heads, head_dim = k_cache.shape
@@ -238,6 +248,8 @@ def rope_store_ref(
     if norms is not None:
         q, k = qk.split([num_heads, num_kv_heads], dim=1)
         qk = torch.cat((rms_norm_ref(q, norms[0], eps), rms_norm_ref(k, norms[1], eps)), dim=1)
+    if has_v_norm:
+        v = rms_norm_ref(v, torch.ones(head_dim, device=v.device), eps)
     q, k = apply_rope(qk, cos, sin).split([num_heads, num_kv_heads], dim=1)
     slots = slot_mapping.long()
     as_bytes(k_cache).index_copy_(0, slots, as_bytes(to_cache(k, k_cache.dtype, scales.k)))

@@ -285,7 +285,7 @@ def choose_own_queries(dot: tl.dtype, device: torch.device) -> int:
 
 def shared_options(dot: tl.dtype, dim_block: int, queries: int) -> _Options:
     """Return launch options by which states stay in registers and tiles fit into shared memory."""
-    if dot == tl.float32:
+    if dot == tl.float32 or dim_block > 256:  # a tile of K and one of V are all that fits
         return {"num_warps": 8, "num_stages": 1}
     num_stages = 3 if dim_block <= 128 else 2
     if queries < 64:  # of few scores, sums are the faster the fewer threads share a row
@@ -295,7 +295,7 @@ def shared_options(dot: tl.dtype, dim_block: int, queries: int) -> _Options:
 
 def finish_options(dot: tl.dtype, dim_block: int, queries: int) -> _Options:
     """Return launch options likewise; the fewer warps and registers, the more programs at once."""
-    if dot == tl.float32:
+    if dot == tl.float32 or dim_block > 256:
         return {"num_warps": 8, "num_stages": 1}
     if queries < 64:
         return {"num_warps": 2 if dim_block <= 128 else 4, "num_stages": 1}

@@ -6,19 +6,42 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """What a cache of one layer holds of a token.
+
+    Args:
+        num_heads: KV heads.
+        width: Values of a head.
+    """
+
+    num_heads: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """The caches of a model; all layers have the same ones, and all caches the same shape.
+    """The caches of a model. All layers have the same ones, of one shape within a layer.
 
     Args:
         caches: Names of the caches of a layer: K and V, or the latent of which both are made.
-        num_heads: KV heads.
-        width: Values of a token in a head of a cache.
+        layers: Shape of the caches of each layer.
     """
 
-    num_layers: int
     caches: tuple[str, ...] = ("k", "v")
-    num_heads: int
-    width: int
+    layers: tuple[CacheShape, ...]
+
+    @classmethod
+    def uniform(
+        cls, num_layers: int, num_heads: int, width: int, *, caches: tuple[str, ...] = ("k", "v")
+    ) -> KVLayout:
+        """Return the layout of layers that are all alike."""
+        shape = CacheShape(num_heads=num_heads, width=width)
+        return cls(caches=caches, layers=(shape,) * num_layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Return how many layers have caches."""
+        return len(self.layers)
 
     @property
     def has_latents(self) -> bool:
@@ -31,4 +54,5 @@ class KVLayout:
         Args:
             itemsize: Bytes of a value.
         """
-        return self.num_layers * len(self.caches) * self.num_heads * self.width * itemsize
+        values = sum(shape.num_heads * shape.width for shape in self.layers)
+        return values * len(self.caches) * itemsize

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shared.kernels.move_kv import cache_addresses
+from shared.kernels.move_kv import group_caches
 from shared.kernels.page_slots import slots_in
 from shared.kv.allocator import SINK_PAGE, PageAllocator, PageId
 from shared.kv.layout import KVLayout
@@ -50,13 +50,16 @@ class KVPool:
     ) -> None:
         self.page_size = page_size
         self.device = device
-        shape = (num_pages * page_size, layout.num_heads, layout.width)
+        num_slots = num_pages * page_size
         self.layers = [
-            tuple(_zeros(shape, dtype, device) for _ in layout.caches)
-            for _ in range(layout.num_layers)
+            tuple(
+                _zeros((num_slots, shape.num_heads, shape.width), dtype, device)
+                for _ in layout.caches
+            )
+            for shape in layout.layers
         ]
-        # Where `caches` lie, for `move_paths`: they never move.
-        self.cache_addresses = cache_addresses(self.caches)
+        # Where caches lie, for `move_paths`: they never move.
+        self.cache_groups = group_caches(self.caches)
         self._allocator = PageAllocator(num_pages)
         self._table = np.zeros((max_num_requests, max_pages_per_request), dtype=np.int32)
         self._device_table = torch.from_numpy(self._table).to(device)
@@ -70,7 +73,7 @@ class KVPool:
 
     @property
     def caches(self) -> list[torch.Tensor]:
-        """Return the caches of all layers, [num_slots, Hkv, width] each."""
+        """Return the caches of all layers, [num_slots, Hkv, width] each; see KVLayout."""
         return [cache for layer in self.layers for cache in layer]
 
     @property

@@ -152,12 +152,13 @@ class Attention:
         parts = {"q": q_width, "k": kv_width, "v": kv_width}
         order = paired_rows(config.rope, config.head_dim)
         fused = "qkv" if "qkv" in config.fused_projections else None
-        qkv = load_rows(reader, prefix, parts, input_width, fused)
+        copies = {"v": "k"} if config.has_k_as_v else None
+        qkv = load_rows(reader, prefix, parts, input_width, fused, copies)
         self._qkv = reader.products.weight(pair_weight_rows(qkv, order, q_width + kv_width))
         self.reads_fp8_rows = wants_fp8_rows(self._qkv)
         self._qkv_bias = None
         if config.has_qkv_bias:
-            bias = load_biases(reader, prefix, parts)
+            bias = load_biases(reader, prefix, parts, copies)
             self._qkv_bias = pair_rows(bias, order, q_width + kv_width)
         self._o = reader.load_projection(f"{prefix}.o_proj.weight", (config.hidden_size, q_width))
         self._o_bias = None
@@ -174,6 +175,7 @@ class Attention:
             softcap=config.attention_softcap,
             kv_scales=load_kv_scales(reader, prefix),
         )
+        self._has_v_norm = config.has_v_norm
         self._norms = self._wide_norms = None
         if config.has_qk_norm:
             widths = (config.head_dim, config.head_dim)
@@ -232,6 +234,7 @@ class Attention:
             rows.slot_mapping,
             dtype=dtype,
             scales=self._params.kv_scales,
+            has_v_norm=self._has_v_norm,
         )
         if self._late_norm is not None:
             q = (q * self._late_norm).to(dtype)

@@ -46,18 +46,23 @@ def require_kinds(
 
 
 def refuse_fields(
-    fields: Mapping[str, Any], source: str, unsupported: Mapping[str, tuple[Any, ...]]
+    fields: Mapping[str, Any],
+    source: str,
+    unsupported: Mapping[str, tuple[Any, ...]],
+    reasons: Mapping[str, str] | None = None,
 ) -> None:
     """Raise for a field whose value asks for something that is not implemented.
 
     Args:
         unsupported: Field -> values, besides None, that ask for nothing.
+        reasons: Field -> what it asks for, where the name does not say it.
     Raises: CheckpointError naming the field.
     """
     for name, neutral in unsupported.items():
         value = fields.get(name)
         if value is not None and value not in neutral:
-            raise CheckpointError(f"{source}: {name} = {value!r} is not supported")
+            reason = f": {reasons[name]}" if reasons and name in reasons else ""
+            raise CheckpointError(f"{source}: {name} = {value!r} is not supported{reason}")
 
 
 def require_one_of(

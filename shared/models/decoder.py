@@ -37,7 +37,7 @@ class DecoderLayer:
         *,
         has_input_norm: bool = True,
     ) -> None:
-        hidden = config.hidden_size
+        hidden, config = config.hidden_size, config.at_layer(layer_id)
         self._eps = config.rms_norm_eps
 
         def norm(name: str | None) -> torch.Tensor | None:
@@ -53,6 +53,9 @@ class DecoderLayer:
         attention_class = Attention if config.latent is None else LatentAttention
         self._attention = attention_class(reader, f"{prefix}.self_attn", config, hidden)
         self._feed_forward = load_feed_forward(reader, prefix, config, layer_id)
+        self._scalar = None
+        if config.has_layer_scalar:
+            self._scalar = reader.load(f"{prefix}.layer_scalar", (1,))
 
     def enter(self, x: torch.Tensor, pending: Product | None) -> tuple[torch.Tensor, ProductRows]:
         """Add what the layer before left, and norm.
@@ -71,17 +74,20 @@ class DecoderLayer:
         normed: ProductRows,
         rows: Rows,
         caches: LayerCaches,
-    ) -> tuple[torch.Tensor, Product]:
+    ) -> tuple[torch.Tensor, Product | None]:
         """Run the layer on what `enter` returned.
 
-        Returns: (residual stream [T, h], what is still to be added to it).
+        Returns: (residual stream [T, h], what is still to be added to it; None: nothing is).
         Mutates: rows of `caches` named by the slot mapping.
         """
         note_progress()
         product = self._normed(self._attention.forward(normed, rows, caches), self._attention_norm)
         to_fp8 = self._feed_forward.reads_fp8_rows
         x, normed = self._add(x, product, self._mlp_input_norm, to_fp8=to_fp8)
-        return x, self._normed(self._feed_forward.forward(normed, rows), self._mlp_norm)
+        product = self._normed(self._feed_forward.forward(normed, rows), self._mlp_norm)
+        if self._scalar is None:
+            return x, product
+        return add(x, product) * self._scalar, None
 
     def _add(
         self, x: torch.Tensor, pending: Product | None, norm: torch.Tensor | None, *, to_fp8: bool

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError
-from shared.kv.layout import KVLayout
+from shared.kv.layout import CacheShape, KVLayout
 from shared.models.config_fields import refuse_fields, require_int, require_positive
 from shared.models.experts_config import ExpertsConfig, parse_experts
 from shared.models.families import (
@@ -25,8 +25,9 @@ from shared.models.families import (
 )
 from shared.models.family_fields import has_gelu, parse_multipliers, parse_ropes
 from shared.models.latent_config import LatentConfig, parse_latent
+from shared.models.layer_heads import LayerHeads, parse_layer_heads
 from shared.models.quantization import parse_quantization
-from shared.models.refused_families import REFUSED
+from shared.models.refused_families import REFUSED, REFUSED_FIELDS
 from shared.models.rope_config import RopeConfig
 from shared.models.window_config import parse_windows
 
@@ -90,6 +91,11 @@ class ModelConfig:
         unrotated_layers: Layers without a rotary embedding.
         has_vision: A vision tower is in the checkpoint, too, and left out.
         num_mtp_layers: Layers of multi-token prediction in the checkpoint.
+        layer_heads: K/V heads of each layer, where layers differ in them; empty: all have
+            `num_kv_heads` of `head_dim`.
+        has_v_norm: Each head of V is RMS-normalised, without a weight.
+        has_k_as_v: V is what K's projection returns, before K's norm and rotary embedding.
+        has_layer_scalar: What a layer returns is multiplied by a learned number.
         latent: Of multi-head latent attention, in which `num_kv_heads` and `head_dim` are those of
             the queries; None: heads have K and V.
         quantization: How weights are quantised: "fp8" or "int4" (projections), "mxfp4" (experts),
@@ -116,6 +122,10 @@ class ModelConfig:
     has_wide_qk_norm: bool = False
     has_late_qk_norm: bool = False
     has_sinks: bool = False
+    has_v_norm: bool = False
+    has_k_as_v: bool = False
+    has_layer_scalar: bool = False
+    layer_heads: tuple[LayerHeads, ...] = ()
     layer_norms: LayerNorms = LayerNorms()
     norm_rule: NormRule = NormRule.ROUNDED
     fused_projections: tuple[str, ...] = ()
@@ -149,14 +159,28 @@ class ModelConfig:
     def kv_layout(self) -> KVLayout:
         """Return what its layers keep of every token."""
         if self.latent is not None:
-            return KVLayout(
-                num_layers=self.num_layers,
-                caches=("latent",),
-                num_heads=1,
-                width=self.latent.cached_width,
-            )
+            width = self.latent.cached_width
+            return KVLayout.uniform(self.num_layers, 1, width, caches=("latent",))
+        if not self.layer_heads:
+            return KVLayout.uniform(self.num_layers, self.num_kv_heads, self.head_dim)
         return KVLayout(
-            num_layers=self.num_layers, num_heads=self.num_kv_heads, width=self.head_dim
+            layers=tuple(
+                CacheShape(num_heads=heads.num_kv_heads, width=heads.head_dim)
+                for heads in self.layer_heads
+            )
+        )
+
+    def at_layer(self, layer_id: int) -> ModelConfig:
+        """Return the config of one layer, whose heads may be others than those of the first."""
+        if not self.layer_heads:
+            return self
+        heads = self.layer_heads[layer_id]
+        return replace(
+            self,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            has_k_as_v=heads.has_k_as_v,
+            layer_heads=(),
         )
 
     @classmethod
@@ -243,6 +267,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         windows=windows,
     )
     multipliers: dict[str, Any] = parse_multipliers(fields, source, family)
+    heads = LayerHeads(num_kv_heads=num_kv_heads, head_dim=head_dim)
     return ModelConfig(
         vocab_size=require_int(fields, "vocab_size", source),
         hidden_size=require_int(fields, "hidden_size", source),
@@ -264,6 +289,11 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         has_wide_qk_norm=family.has_wide_qk_norm,
         has_late_qk_norm=family.has_late_qk_norm,
         has_sinks=family.has_sinks,
+        has_v_norm=family.has_v_norm,
+        has_layer_scalar=family.has_layer_scalar,
+        layer_heads=parse_layer_heads(fields, source, windows, heads, num_heads=num_heads)
+        if family.has_layer_heads
+        else (),
         layer_norms=family.layer_norms,
         norm_rule=family.norm_rule,
         fused_projections=family.fused,
@@ -297,7 +327,9 @@ def _fields_of(fields: Mapping[str, Any], source: str, family: Family) -> dict[s
         fields = _language_fields(fields, source, family)
     computed = family.computed_fields
     refused = {k: v for k, v in _UNSUPPORTED_FIELDS.items() if k not in computed}
-    refuse_fields(fields, source, {**refused, **family.refused})
+    refuse_fields(
+        {**family.defaults, **fields}, source, {**refused, **family.refused}, REFUSED_FIELDS
+    )
     renamed = {name: fields[other] for name, other in family.other_names.items() if other in fields}
     return {**family.defaults, **renamed, **fields}
 

@@ -33,7 +33,7 @@ from shared.models.head import (
     without_model_prefix,
 )
 from shared.models.one_forward import OneForward
-from shared.models.projections import add, add_and_norm, add_and_norm_fp8
+from shared.models.projections import Product, add, add_and_norm, add_and_norm_fp8
 
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -209,12 +209,12 @@ class Eagle3Draft(OneForward, Head):
         norms = (self._input_norm, self._hidden_norm)
         enter = head_input_fp8 if self._attention.reads_fp8_rows else head_input
         x = enter(inputs.token_ids, self._embedding, recurrent, norms, self._eps)
-        pending = self._attention.forward(x, rows, inputs.kv.layers[0])
+        attended = self._attention.forward(x, rows, inputs.kv.layers[0])
         if self._has_normed_residual:
             recurrent = rows_of(x)[:, self.hidden_size :].contiguous()
         norm = add_and_norm_fp8 if self._mlp.reads_fp8_rows else add_and_norm
-        hidden, normed = norm(recurrent, pending, self._post_norm, self._eps)
-        pending = self._mlp.forward(normed)
+        hidden, normed = norm(recurrent, attended, self._post_norm, self._eps)
+        pending: Product | None = self._mlp.forward(normed)
         for layer, caches in zip(self._others, inputs.kv.layers[1:], strict=True):
             hidden, normed = layer.enter(hidden, pending)
             hidden, pending = layer.forward(hidden, normed, rows, caches)

@@ -77,6 +77,9 @@ class Family:
         has_qk_norm: q and k are RMS-normalised per head, or the field that says so.
         has_wide_qk_norm: They are, all heads at once.
         has_late_qk_norm: They are, per head, after the rotary embedding.
+        has_v_norm: Each head of V is RMS-normalised, without a weight.
+        has_layer_heads: K/V heads of layers without a window may be others, see layer_heads.py.
+        has_layer_scalar: What a layer returns is multiplied by a learned number.
         has_sinks: Attention has sinks: of each head a learned score without a V.
         layer_norms: Where the norms of a layer are.
         norm_rule: How all norms scale.
@@ -114,6 +117,9 @@ class Family:
     has_qk_norm: bool | str = False
     has_wide_qk_norm: bool = False
     has_late_qk_norm: bool = False
+    has_v_norm: bool = False
+    has_layer_heads: bool = False
+    has_layer_scalar: bool = False
     has_sinks: bool = False
     layer_norms: LayerNorms = LayerNorms()
     norm_rule: NormRule = NormRule.ROUNDED
@@ -233,6 +239,46 @@ _GEMMA3 = replace(
     implemented=("final_logit_softcapping",),
     defaults={**_GEMMA_DEFAULTS, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
 )
+_GEMMA4 = Family(
+    window=Window.PATTERN,
+    window_period=6,
+    has_own_head_dim=True,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    has_qk_norm=True,
+    has_v_norm=True,
+    has_layer_heads=True,
+    has_layer_scalar=True,
+    has_local_rope=True,
+    layer_norms=NORMS_AROUND,
+    norm_rule=NormRule.WIDE,
+    has_scaled_embedding=True,
+    activation_field="hidden_activation",
+    implemented=("attention_multiplier", "final_logit_softcapping"),
+    refused={
+        "hidden_size_per_layer_input": (0,),
+        "num_kv_shared_layers": (0,),
+        "enable_moe_block": (False,),
+        "use_bidirectional_attention": ("vision",),  # images alone are seen so
+    },
+    defaults={
+        "attention_multiplier": 1.0,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 256,
+        "tie_word_embeddings": True,
+        "sliding_window": 512,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1_000_000.0,
+            },
+        },
+    },
+)
 _QWEN3_VL = Family(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -300,6 +346,8 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 131_072,
         },
     ),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA4, text_type="gemma4_text"),
     "GraniteForCausalLM": replace(
         _LLAMA, implemented=MULTIPLIERS, defaults={"attention_multiplier": 1.0}
     ),

@@ -30,10 +30,18 @@ class _View:
     Args:
         window: Tokens that a row sees, beside the limit of its forward; 0 = all.
         rope: Its rotary embedding.
+        num_kv_heads, head_dim: Of its heads.
     """
 
     window: int
     rope: _Rope
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def table(self) -> tuple[_Rope, int]:
+        """Return which table its angles are of: what is not rotated reads any of that width."""
+        return _Rope.MAIN if self.rope is _Rope.NONE else self.rope, self.head_dim
 
 
 class LayerRows:
@@ -44,20 +52,32 @@ class LayerRows:
     """
 
     def __init__(self, config: ModelConfig, context_len: int, device: torch.device) -> None:
-        self._config = config
-        self._tables = {_Rope.MAIN: RopeTable(config, context_len, device)}
-        if config.local_rope is not None:
-            local = replace(config, rope=config.local_rope)
-            self._tables[_Rope.LOCAL] = RopeTable(local, context_len, device)
         # No row gets as far as a wider one.
         widest = context_len + MAX_TREE_NODES
         windows = config.layer_windows or (0,) * config.num_layers
         views = [
-            _View(window=window if window < widest else 0, rope=_rope_of(config, layer, window))
+            _View(
+                window=window if window < widest else 0,
+                rope=_rope_of(config, layer, window),
+                num_kv_heads=config.at_layer(layer).num_kv_heads,
+                head_dim=config.at_layer(layer).head_dim,
+            )
             for layer, window in enumerate(windows)
         ]
         self._views = list(dict.fromkeys(views))
         self._view_of_layer = [self._views.index(view) for view in views]
+        self._configs = {
+            view: replace(
+                config,
+                rope=(view.table[0] is _Rope.LOCAL and config.local_rope) or config.rope,
+                num_kv_heads=view.num_kv_heads,
+                head_dim=view.head_dim,
+            )
+            for view in self._views
+        }
+        self._tables = {
+            view.table: RopeTable(one, context_len, device) for view, one in self._configs.items()
+        }
 
     def rows(self, inputs: ForwardInput, dtype: torch.dtype) -> list[Rows]:
         """Gather the rows' angles, and cut their attention; a layer's window may hide more.
@@ -67,19 +87,18 @@ class LayerRows:
         Returns: One for each layer.
         """
         attention = inputs.attention
-        seen: dict[int, TreeAttentionMetadata] = {}
+        seen: dict[tuple[int, int], TreeAttentionMetadata] = {}
         rows: list[Rows] = []
-        angles = {rope: table.angles(inputs.position_ids) for rope, table in self._tables.items()}
+        angles = {name: table.angles(inputs.position_ids) for name, table in self._tables.items()}
         for view in self._views:
             window = _narrower(view.window, attention.window)
-            if window not in seen:
+            sight = (window, view.num_kv_heads)
+            if sight not in seen:
                 is_same = window == attention.window
                 narrowed = attention if is_same else replace(attention, window=window)
-                seen[window] = prepare_attention(self._config, narrowed, dtype)
-            cos, sin = angles.get(view.rope, angles[_Rope.MAIN])
-            turned = Rows(
-                cos=cos, sin=sin, attention=seen[window], slot_mapping=inputs.slot_mapping
-            )
+                seen[sight] = prepare_attention(self._configs[view], narrowed, dtype)
+            cos, sin = angles[view.table]
+            turned = Rows(cos=cos, sin=sin, attention=seen[sight], slot_mapping=inputs.slot_mapping)
             rows.append(turned.unrotated() if view.rope is _Rope.NONE else turned)
         return [rows[view] for view in self._view_of_layer]
 

@@ -30,7 +30,10 @@ _KNOWN_EXTRAS = (
 _VISION_EXTRAS = tuple(
     f"{prefix}{name}.*"
     for prefix in ("", "model.")
-    for name in ("vision_tower", "multi_modal_projector", "visual")
+    for name in (
+        *("vision_tower", "multi_modal_projector", "visual"),
+        *("embed_vision", "audio_tower", "embed_audio"),
+    )
 )
 
 

@@ -96,28 +96,41 @@ def load_rows(
     parts: Mapping[str, int],
     input_width: int,
     fused: str | None,
+    copies: Mapping[str, str] | None = None,
 ) -> GpuWeight:
     """Load the weights of several projections of one input, above each other.
 
     Args:
         parts: Projection, "q" or "gate" -> its outputs.
         fused: Name of the one tensor that holds them all; None: each has its own.
+        copies: Projections whose weights are those of another one of them.
     Raises: CheckpointError if they are not in one form.
     """
     if fused is not None:
         parts = {fused: sum(parts.values())}
-    names = {f"{prefix}.{name}_proj.weight": size for name, size in parts.items()}
-    stacked = stack_rows([reader.load_matrix(name, (n, input_width)) for name, n in names.items()])
+    sources = {name: (copies or {}).get(name, name) for name in parts}
+    names = {part: f"{prefix}.{source}_proj.weight" for part, source in sources.items()}
+    stacked = stack_rows(
+        [reader.load_matrix(names[part], (n, input_width)) for part, n in parts.items()]
+    )
     if stacked is None:
         raise CheckpointError(
-            f"{reader.directory}: {', '.join(names)} are multiplied at once; all or none of them "
-            "must be FP8, or int4, with scales of one kind"
+            f"{reader.directory}: {', '.join(names.values())} are multiplied at once; all or none "
+            "of them must be FP8, or int4, with scales of one kind"
         )
     return stacked
 
 
-def load_biases(reader: CheckpointReader, prefix: str, parts: Mapping[str, int]) -> torch.Tensor:
-    return torch.cat([reader.load(f"{prefix}.{name}_proj.bias", (n,)) for name, n in parts.items()])
+def load_biases(
+    reader: CheckpointReader,
+    prefix: str,
+    parts: Mapping[str, int],
+    copies: Mapping[str, str] | None = None,
+) -> torch.Tensor:
+    """Load the biases of projections that `load_rows` stacks."""
+    sources = {name: (copies or {}).get(name, name) for name in parts}
+    biases = [reader.load(f"{prefix}.{sources[name]}_proj.bias", (n,)) for name, n in parts.items()]
+    return torch.cat(biases)
 
 
 def pair_rows(rows: torch.Tensor, order: torch.Tensor | None, num_rows: int) -> torch.Tensor:

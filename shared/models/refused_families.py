@@ -8,7 +8,6 @@ _DELTA_RULE = "linear attention layers (gated delta rule)"
 _MAMBA = "Mamba-2 layers"
 _CONVOLUTIONS = "layers of short convolutions"
 _INDEXER = "sparse attention (an indexer chooses the tokens that are attended to)"
-_GEMMA_4 = "layers that share K and V, and wider heads in layers without a window"
 _GEMMA_3N = "layers that share K and V, and several residual streams"
 _CHUNKS = "attention within chunks"
 
@@ -31,8 +30,6 @@ REFUSED: Mapping[str, str] = {
     "GlmMoeDsaForCausalLM": _INDEXER,
     "MiMoV2FlashForCausalLM": "K/V heads of other numbers in layers with a window, and values "
     "narrower than keys",
-    "Gemma4ForCausalLM": _GEMMA_4,
-    "Gemma4ForConditionalGeneration": _GEMMA_4,
     "Gemma3nForCausalLM": _GEMMA_3N,
     "Gemma3nForConditionalGeneration": _GEMMA_3N,
     "LongcatFlashForCausalLM": "two attentions in a layer, and experts that return their input",
@@ -40,3 +37,11 @@ REFUSED: Mapping[str, str] = {
     "Llama4ForConditionalGeneration": _CHUNKS,
 }
 """Architecture -> what would have to be implemented."""
+
+REFUSED_FIELDS: Mapping[str, str] = {
+    "hidden_size_per_layer_input": "every layer would read an embedding of its own of each token",
+    "num_kv_shared_layers": "the last layers would attend to K and V of layers before them",
+    "enable_moe_block": "layers would add experts to their MLP, with norms of their own",
+    "use_bidirectional_attention": "tokens would see those after them",
+}
+"""Field of a family that is served -> what would have to be implemented for other values."""

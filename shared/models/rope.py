@@ -42,12 +42,13 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, context_len: int) -> torch
 
     Args:
         context_len: As in `rope_cos_sin`.
-    Source: transformers' modeling_rope_utils (linear, llama3, yarn, longrope).
+    Source: transformers' modeling_rope_utils (linear, llama3, yarn, longrope, proportional).
     """
     dim = rope.rotary_dim(head_dim)
-    exponent = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    is_proportional = rope.kind is RopeKind.PROPORTIONAL
+    exponent = torch.arange(0, dim, 2, dtype=torch.float64) / (head_dim if is_proportional else dim)
     frequencies = rope.theta**-exponent
-    if rope.kind is RopeKind.LINEAR:
+    if is_proportional or rope.kind is RopeKind.LINEAR:
         return frequencies / rope.factor
     if rope.kind is RopeKind.LLAMA3:
         # How often a pair turns within the original context decides: rare turns are stretched,
@@ -91,7 +92,7 @@ def paired_rows(rope: RopeConfig, head_dim: int) -> torch.Tensor | None:
     Returns: [head_dim] i64, or None where the checkpoint has that order.
     """
     dim = rope.rotary_dim(head_dim)
-    if dim == head_dim and not rope.is_interleaved:
+    if rope.kind is RopeKind.PROPORTIONAL or (dim == head_dim and not rope.is_interleaved):
         return None
     first, second = torch.arange(dim).chunk(2)
     if rope.is_interleaved:

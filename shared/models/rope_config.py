@@ -21,6 +21,8 @@ class RopeKind(enum.StrEnum):
     LLAMA3 = "llama3"
     YARN = "yarn"
     LONGROPE = "longrope"
+    PROPORTIONAL = "proportional"
+    """Of a head's pairs (i, i + half) the first ones turn, as if all did."""
 
 
 # Its angles are the default ones up to token `max_position_embeddings`. No request of a target gets
@@ -46,7 +48,8 @@ class RopeConfig:
             ones if the longest sequence that the engine is configured for exceeds
             `original_max_position`. It is one choice for all requests of an engine, however short:
             a token's keys must not depend on what comes after it.
-        rotary_share: Share of each head's values that is rotated, its first ones; (0, 1].
+        rotary_share: Share of each head's values that is rotated, its first ones, or of a
+            proportional one's pairs; (0, 1].
         is_interleaved: Pairs are neighbours (2i, 2i + 1), not (i, i + half).
     """
 
@@ -68,10 +71,13 @@ class RopeConfig:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return how many values of a head are rotated."""
+        if self.kind is RopeKind.PROPORTIONAL:
+            return 2 * int(self.rotary_share * head_dim // 2)
         return int(head_dim * self.rotary_share)
 
 
 _ORIGINAL = "original_max_position_embeddings"
+_SHARE = "partial_rotary_factor"
 # Kind -> keys of config.json that must be there, and those that may be.
 _KEYS: dict[RopeKind, tuple[str, ...]] = {
     RopeKind.DEFAULT: (),
@@ -79,6 +85,7 @@ _KEYS: dict[RopeKind, tuple[str, ...]] = {
     RopeKind.LLAMA3: ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     RopeKind.YARN: ("factor", _ORIGINAL),
     RopeKind.LONGROPE: ("short_factor", "long_factor", _ORIGINAL),
+    RopeKind.PROPORTIONAL: (),
 }
 _OPTIONAL: dict[RopeKind, tuple[str, ...]] = {
     # transformers fills every key in; the default kind does not read them.
@@ -89,9 +96,10 @@ _OPTIONAL: dict[RopeKind, tuple[str, ...]] = {
         "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"
     ),
     RopeKind.LONGROPE: ("attention_factor", "factor"),
+    RopeKind.PROPORTIONAL: ("factor", _SHARE),
 }  # fmt: skip
 _ALWAYS = ("rope_type", "type", "rope_theta")
-_NEUTRAL = {"partial_rotary_factor": 1.0, "attention_factor": 1.0}
+_NEUTRAL = {_SHARE: 1.0, "attention_factor": 1.0}
 
 
 def parse_rope(
@@ -129,7 +137,11 @@ def parse_rope(
     share = 1.0
     if default_share is not None:
         share = _parse_share(values, fields, source, head_dim, default_share)
-        values = {key: value for key, value in values.items() if key != "partial_rotary_factor"}
+        values = {key: value for key, value in values.items() if key != _SHARE}
+    elif kind is RopeKind.PROPORTIONAL:
+        share = _number(values, place, _SHARE, 1.0)
+        if share > 1:
+            raise CheckpointError(f"{place}.{_SHARE} = {share} must be at most 1")
     if kind is not RopeKind.DEFAULT and fields.get(_ORIGINAL) is not None:
         values = {**values, _ORIGINAL: fields[_ORIGINAL]}  # it goes first in transformers, too
     _check_keys(values, kind, place)
@@ -188,6 +200,8 @@ def _parse_scaling(
         scaling["original_max_position"] = int(number(_ORIGINAL))
     if kind in (RopeKind.LINEAR, RopeKind.LLAMA3, RopeKind.YARN):
         scaling["factor"] = number("factor")
+    if kind is RopeKind.PROPORTIONAL:
+        scaling["factor"] = number("factor", 1.0)
     if kind is RopeKind.LLAMA3:
         scaling |= {name: number(name) for name in ("low_freq_factor", "high_freq_factor")}
     if kind is RopeKind.YARN:
@@ -252,14 +266,14 @@ def _parse_share(
     default: float,
 ) -> float:
     """Return the share of a head's values that is rotated."""
-    share = values.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    share = values.get(_SHARE, fields.get(_SHARE))
     if share is None and fields.get("rotary_dim") is not None:
         share = require_positive(fields["rotary_dim"], f"{source}: rotary_dim") / head_dim
     share = default if share is None else share
-    share = require_positive(share, f"{source}: partial_rotary_factor")
+    share = require_positive(share, f"{source}: {_SHARE}")
     if share > 1 or int(head_dim * share) % 2 or int(head_dim * share) == 0:
         raise CheckpointError(
-            f"{source}: partial_rotary_factor = {share} rotates {int(head_dim * share)} of "
+            f"{source}: {_SHARE} = {share} rotates {int(head_dim * share)} of "
             f"{head_dim} values of a head; it must be an even number of them, at least 2"
         )
     return share

@@ -164,6 +164,7 @@ def kernels(dtype: str):
                 **factors,
                 "HAS_BIAS": True,
                 "HAS_NORM": True,
+                "HAS_V_NORM": weights == "*fp32",
                 "NUM_SPLITS": 2,
                 "NUM_HEADS": 32,
                 "NUM_KV_HEADS": 8,
@@ -412,6 +413,7 @@ def attention_kernels(dtype: str):
     if dtype != "fp32":
         cases += [(64, False, False), (256, False, False), (256, True, False)]
         cases += [(64, False, True), (64, True, True)]  # of gpt-oss
+        cases += [(512, False, False), (512, True, False)]  # of Gemma 4
     variants = [(*case, dtype) for case in cases]
     variants += [(*case, "u8") for case in cases if case[0] != 64]
     for head_dim, is_sequential, has_sinks, caches in variants:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared.kernels.dispatch import launch_counts, use_triton
-from shared.kernels.move_kv import cache_addresses, move_paths, move_paths_ref
+from shared.kernels.move_kv import group_caches, move_paths, move_paths_ref
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 NUM_SLOTS = 24
@@ -31,8 +31,7 @@ def random_caches(
 def move(caches: list[torch.Tensor], moves: list[tuple[int, int]]) -> None:
     """Move one path, given as (source, destination) of each row."""
     src, dst = torch.tensor(moves, dtype=torch.int32).to(caches[0].device).unbind(1)
-    addresses = cache_addresses(caches)
-    move_paths(caches, src.contiguous()[None], dst.contiguous()[None], addresses=addresses)
+    move_paths(group_caches(caches), src.contiguous()[None], dst.contiguous()[None])
 
 
 def check_moves(caches: list[torch.Tensor], moves: list[tuple[int, int]]) -> None:
@@ -134,12 +133,21 @@ def test_accepted_paths_move_like_any_rows(device: torch.device) -> None:
             expected = [cache.clone() for cache in caches]
             move_paths_ref(expected, *table.to(device).unbind(2))
             src, dst = (side.contiguous() for side in table.to(device).unbind(2))
-            move_paths(caches, src, dst, addresses=cache_addresses(caches))
+            move_paths(group_caches(caches), src, dst)
             assert all(map(torch.equal, caches, expected))
+
+
+def test_layers_of_two_shapes_move_with_one_launch_each(device: torch.device) -> None:
+    caches = random_caches(2, device, torch.float32, shape=(4, 8))
+    caches += random_caches(4, device, torch.float32, shape=(1, 16))
+    caches += random_caches(2, device, torch.float32, shape=(4, 8))
+    assert [len(group.caches) for group in group_caches(caches)] == [4, 4]
+    check_moves(caches, [(5, 4), (6, 5), (9, 6)])
+    assert launch_counts().get("move_paths", 0) == 2 * int(use_triton(caches[0]))
 
 
 def test_no_path_moves(device: torch.device) -> None:
     none = torch.empty((0, 3), dtype=torch.int32, device=device)
     caches = random_caches(2, device, torch.float32)
-    move_paths(caches, none, none, addresses=cache_addresses(caches))
+    move_paths(group_caches(caches), none, none)
     assert launch_counts() == {}

@@ -53,9 +53,12 @@ class Case:
         self,
         bias: torch.Tensor | None = None,
         norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        has_v_norm: bool = False,
     ) -> torch.Tensor:
         return rope_store(
-            self.addends, bias, norms, 1e-6, self.cos, self.sin, self.k, self.v, self.slots
+            *(self.addends, bias, norms, 1e-6, self.cos, self.sin, self.k, self.v, self.slots),
+            has_v_norm=has_v_norm,
         )
 
     def rows(self, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -132,6 +135,16 @@ def test_norms_in_float32_scale_before_the_one_rounding(
     q, k, _ = case.rows()
     check(out, rotated(rms_norm_ref(q, q_norm.cpu(), 1e-6), case.angles))
     check(case.stored(case.k), rotated(rms_norm_ref(k, k_norm.cpu(), 1e-6), case.angles))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_are_normed_without_a_weight(device: torch.device, dtype: torch.dtype) -> None:
+    case = Case(device, dtype, [9, 5, 20], head_dim=34)
+    norms = (1 + torch.randn(34).to(device), 1 + torch.randn(34).to(device))
+    case.run(norms=norms, has_v_norm=True)
+    _, k, v = case.rows()
+    check(case.stored(case.k), rotated(rms_norm_ref(k, norms[1].cpu(), 1e-6), case.angles))
+    check(case.stored(case.v), rms_norm_ref(v, torch.ones(34), 1e-6).double())
 
 
 def test_padding_goes_to_the_sink_and_only_there(device: torch.device) -> None:

@@ -19,7 +19,7 @@ from shared.messages import FeatureSpec
 from shared.step.packing import pack_rows
 from target_service.engine import TargetEngine
 from target_service.phases import TOKEN_IS_KNOWN, ExtendInput
-from tests import checkpoints, deepseek, gpt_oss
+from tests import checkpoints, deepseek, families, gpt_oss
 from tests.checkpoints import Shape
 from tests.engines import Models, Pairing, make_target, pool_of, random_tokens, row_blocks
 
@@ -61,6 +61,7 @@ TARGETS: dict[str, Callable[[Path], Path]] = {
     "mistral-2x256-window": lambda d: checkpoints.write_mistral(
         d, shape=shape(2, 2, 256), sliding_window=9
     ),
+    "gemma4-4:2x24-and-4:1x40": lambda d: families.write(d, "gemma4_text", **families.GEMMA4),
     "mistral-4:2x16-window-over-tiles": lambda d: checkpoints.write_mistral(
         d, shape=shape(4, 2, 16), sliding_window=70
     ),
@@ -69,7 +70,7 @@ TARGETS: dict[str, Callable[[Path], Path]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Bits:
-    """What rows gave, [T, ...] each; `kv` is [T, 2 * num_layers, Hkv, d]."""
+    """What rows gave, [T, ...] each; `kv` has the K and V of all layers one after the other."""
 
     logits: torch.Tensor
     captured: torch.Tensor
@@ -136,7 +137,7 @@ class Rig:
 
     def kv(self, req_idx: int, logical: np.ndarray) -> torch.Tensor:
         slots = self._slots(req_idx, logical)
-        return torch.stack([cache[slots] for cache in self.pool.caches], dim=1)
+        return torch.cat([cache[slots].flatten(1) for cache in self.pool.caches], dim=1)
 
     def copy_kv(self, src: int, dst: int, count: int) -> None:
         """Give a request the committed KV of another one."""

@@ -26,7 +26,7 @@ MAX_TOKENS = 40
 
 def make_pool(*, page_size: int, num_pages: int = 12, max_num_requests: int = 4) -> KVPool:
     return KVPool(
-        layout=KVLayout(num_layers=1, num_heads=1, width=1),
+        layout=KVLayout.uniform(1, 1, 1),
         num_pages=num_pages,
         page_size=page_size,
         max_num_requests=max_num_requests,

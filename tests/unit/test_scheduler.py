@@ -41,7 +41,7 @@ class World:
         window: int = 0,
     ) -> None:
         self.pool = KVPool(
-            layout=KVLayout(num_layers=1, num_heads=1, width=1), num_pages=num_pages,
+            layout=KVLayout.uniform(1, 1, 1), num_pages=num_pages,
             page_size=page_size,
             max_num_requests=max_num_requests, max_pages_per_request=max(num_pages, 300),
             dtype=torch.float32, device=torch.device("cpu"),

@@ -1,0 +1,95 @@
+"""K/V heads of layers that differ in them, as written in config.json. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shared.errors import CheckpointError
+from shared.models.config_fields import require_int
+
+_DEFAULT_GLOBAL_HEAD_DIM = 512
+_OVERRIDES = ("head_dim", "num_key_value_heads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerHeads:
+    """The K/V heads of one layer.
+
+    Args:
+        head_dim: Values of a head, of Q as well.
+        has_k_as_v: V is what K's projection returns, before K's norm and rotary embedding.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    has_k_as_v: bool = False
+
+
+def parse_layer_heads(
+    fields: Mapping[str, Any],
+    source: str,
+    windows: Sequence[int],
+    usual: LayerHeads,
+    *,
+    num_heads: int,
+) -> tuple[LayerHeads, ...]:
+    """Return the heads of each layer; empty: all layers have the usual ones.
+
+    Layers without a window have heads of `global_head_dim` and, with `attention_k_eq_v`,
+    `num_global_key_value_heads` of them; or `per_layer_config` says it layer by layer, as
+    transformers writes it.
+
+    Args:
+        source: File to name in errors.
+        windows: How many tokens each layer sees; 0 = all.
+        usual: Of layers of which nothing else is said.
+    Raises: CheckpointError naming the field.
+    """
+    has_k_as_v = bool(fields.get("attention_k_eq_v"))
+    overrides = _overrides_by_layer(fields, source, windows)
+    layers = []
+    for layer_id, window in enumerate(windows):
+        said, place = overrides.get(layer_id, {}), f"{source}: layer {layer_id}"
+        heads = replace(
+            usual,
+            num_kv_heads=require_int(
+                said, "num_key_value_heads", place, default=usual.num_kv_heads
+            ),
+            head_dim=require_int(said, "head_dim", place, default=usual.head_dim),
+            has_k_as_v=has_k_as_v and not window,
+        )
+        if heads.head_dim % 2 or num_heads % heads.num_kv_heads:
+            raise CheckpointError(
+                f"{place} has head_dim = {heads.head_dim}, which must be even for RoPE, and "
+                f"num_key_value_heads = {heads.num_kv_heads}, of which num_attention_heads = "
+                f"{num_heads} must be a multiple"
+            )
+        layers.append(heads)
+    return () if set(layers) == {usual} else tuple(layers)
+
+
+def _overrides_by_layer(
+    fields: Mapping[str, Any], source: str, windows: Sequence[int]
+) -> dict[int, Mapping[str, Any]]:
+    """Return which of `_OVERRIDES` each layer has of its own."""
+    listed = fields.get("per_layer_config")
+    if listed is None:
+        said = {"head_dim": fields.get("global_head_dim", _DEFAULT_GLOBAL_HEAD_DIM)}
+        if fields.get("attention_k_eq_v"):
+            said["num_key_value_heads"] = fields.get("num_global_key_value_heads")
+        return {layer_id: said for layer_id, window in enumerate(windows) if not window}
+    layer_ids = {str(layer_id): layer_id for layer_id in range(len(windows))}
+    if not isinstance(listed, Mapping) or not {*listed} <= {*layer_ids}:
+        raise CheckpointError(
+            f'{source}: per_layer_config must be an object whose keys are layers, "0" to '
+            f'"{len(windows) - 1}", got {listed!r}'
+        )
+    for name, said in listed.items():
+        if not isinstance(said, Mapping) or not {*said} <= {*_OVERRIDES}:
+            raise CheckpointError(
+                f"{source}: per_layer_config of layer {name} may have {' and '.join(_OVERRIDES)} "
+                f"alone, got {said!r}"
+            )
+    return {layer_ids[name]: said for name, said in listed.items()}
