@@ -111,6 +111,11 @@ def pair_problem(target: WorkerInfo, draft: WorkerInfo) -> str:
             f"the draft needs features of layers {list(needs.layer_ids)}, the target captures "
             f"{list(has.layer_ids)}; start the target with the draft's checkpoint"
         )
+    if needs.kv_layer_ids != has.kv_layer_ids:
+        return (
+            f"the draft needs K and V of layers {list(needs.kv_layer_ids)}, the target captures "
+            f"those of {list(has.kv_layer_ids)}; start the target with the draft's checkpoint"
+        )
     if needs.projection != has.projection:
         return (
             f"the draft needs {_projected(needs.projection)}, the target sends "

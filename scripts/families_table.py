@@ -138,6 +138,9 @@ _ROWS = "unit/test_models_drafts.py::test_true_rows_match_the_reference"
 _HEADS = "unit/test_engine_heads.py::test_a_wide_head_of_experts_changes_no_token"
 _FAMILIES = "unit/test_engine_families.py::test_speculation_changes_no_token"
 _GLM = "unit/test_models_glm_mtp.py"
+_FROZEN_KV = (
+    "unit/test_engine_frozen_kv.py::test_every_chain_of_a_conversation_is_what_transformers_guesses"
+)
 DRAFTS = (
     Draft(
         model="MiMo-7B-RL",
@@ -183,6 +186,20 @@ DRAFTS = (
             "unit/test_models_mtp_layers.py::test_speculation_changes_no_token[deepseek]",
         ),
         on_gpu=("deepseek-v3-three-mtp", "deepseek-v3-fp8", "mimo-three-mtp"),
+    ),
+    Draft(
+        model="Gemma 4 31B",
+        draft="its assistant",
+        special="frozen-KV MTP: attends to K and V of two layers of the target; keeps no row of a "
+        "node",
+        equals=(
+            "unit/test_models_frozen_kv.py::test_guesses_are_those_of_transformers[chunks1]",
+            f"{_FROZEN_KV}[False]",
+        ),
+        exact=(
+            "unit/test_engine_exactness.py::test_output_equals_the_solo_plain_run[frozen_kv_mtp-4]",
+            f"{_FAMILIES}[gemma4-frozen_kv_mtp-cpu]",
+        ),
     ),
     Draft(
         model="any target",

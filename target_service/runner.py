@@ -221,6 +221,7 @@ class TargetRunner:
         output = self.model.forward(
             rows,
             capture_layers=self.features.layer_ids,
+            capture_kv=self.features.kv_layer_ids,
             roots=self._roots,
             root_idx=inputs.root_idx,
             expert_ids=expert_ids,
@@ -228,6 +229,8 @@ class TargetRunner:
         features = output.captured
         if self.features.width and not self.features.layer_ids:
             features = output.hidden
+        if output.stored is not None:
+            features = torch.cat([output.stored, output.hidden], dim=1)
         return ExtendOutput(hidden=output.hidden, features=features, expert_ids=expert_ids)
 
     def _forward_padded(self, inputs: ExtendInput) -> ExtendOutput:

@@ -23,10 +23,10 @@ from shared.tree import TreeLayout, depths_of, lay_out_tree
 from target_service.engine import TargetEngine
 from target_service.engine_factory import create_engine as create_target_engine
 from target_service.step_costs import StepCosts
-from tests import checkpoints
+from tests import checkpoints, families
 from tests.local_pair import LocalPair, LocalRequest
 
-KINDS = ("eagle3", "eagle", "mtp", "standalone")
+KINDS = ("eagle3", "eagle", "mtp", "standalone", "frozen_kv_mtp")
 SHAPES = tuple(
     TreeShape(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens)
     for num_steps, topk, num_draft_tokens in (
@@ -94,6 +94,12 @@ class Models:
             )
             draft = self.get(
                 "eagle", lambda d: checkpoints.write_eagle(d, target, branch_scale=0.3)
+            )
+            return Pairing(target=target, draft=draft, algorithm=kind)
+        if kind == "frozen_kv_mtp":
+            target = self.get("gemma4-agreeable", families.write_gemma4_agreeable)
+            draft = self.get(
+                "assistant", lambda d: families.write_gemma4_agreeing_assistant(d, target)
             )
             return Pairing(target=target, draft=draft, algorithm=kind)
         if kind == "experts":

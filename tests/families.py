@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -18,6 +20,7 @@ from tests.checkpoints import (
     TINY,
     Tensors,
     edit_checkpoint,
+    read_tensors,
     write_tokenizer,
 )
 
@@ -388,6 +391,85 @@ def write_gemma4_with_vision(directory: Path) -> Path:
         fields["text_config"] |= {name: GEMMA4[name] for name in _GLOBAL_HEADS}
 
     return write_tokenizer(edit_checkpoint(directory, config=publish))
+
+
+def write_gemma4_assistant(
+    directory: Path, *, seed: int = 3, text: dict[str, Any] | None = None, **fields: Any
+) -> Path:
+    """Write a draft for a `GEMMA4` that attends to its K and V.
+
+    Args:
+        text: Fields of its layers, beside those of the target.
+        fields: Of config.json, beside its layers.
+    """
+    import transformers
+
+    layers = ["sliding_attention", "sliding_attention", "full_attention"]
+    own = {"model_type": "gemma4_text", "hidden_size": 32, "num_hidden_layers": 3}
+    own |= {"layer_types": layers, "num_attention_heads": 2, "num_kv_shared_layers": 3}
+    config = transformers.Gemma4AssistantConfig(
+        text_config=_SIZES | GEMMA4 | own | (text or {}),
+        backbone_hidden_size=_SIZES["hidden_size"],
+        tie_word_embeddings=True,
+        **fields,
+    )
+    with kv_sharing():
+        model = transformers.Gemma4AssistantForCausalLM(config)
+        fill(model, seed)
+        for name, parameter in model.named_parameters():
+            if "q_norm" in name:  # or each row sees one token alone, from anywhere
+                parameter.data *= 0.3
+        model.save_pretrained(directory)
+    return write_tokenizer(directory)
+
+
+def _soften(tensors: Tensors, share: float) -> None:
+    """Let layers add little to the residual stream."""
+    for name, tensor in tensors.items():
+        if "post_attention_layernorm" in name or "post_feedforward_layernorm" in name:
+            tensor *= share
+        if name.endswith("layer_scalar"):
+            tensor.fill_(1)
+
+
+def write_gemma4_agreeable(directory: Path) -> Path:
+    """Write a target whose next token is mostly a function of the newest one."""
+    write(directory, "gemma4_text", **GEMMA4)
+    return edit_checkpoint(directory, tensors=lambda tensors: _soften(tensors, 0.15))
+
+
+def write_gemma4_agreeing_assistant(directory: Path, target: Path) -> Path:
+    """Write a draft that mostly guesses what an agreeable target says."""
+    hidden, theirs = _SIZES["hidden_size"], read_tensors(target)
+
+    def agree(tensors: Tensors) -> None:
+        _soften(tensors, 0.15)
+        mostly_embedding = torch.cat([torch.eye(hidden), torch.eye(hidden) / 20], dim=1)
+        tensors["pre_projection.weight"] = mostly_embedding
+        for name in ("model.embed_tokens.weight", "model.norm.weight"):
+            tensors[name] = theirs[name].clone()
+
+    write_gemma4_assistant(directory, text={"hidden_size": hidden})
+    return edit_checkpoint(directory, tensors=agree)
+
+
+@contextmanager
+def kv_sharing() -> Iterator[None]:
+    """Let assistants of Gemma 4 be made, and targets without shared layers give them their K and V.
+
+    transformers 5.23 means both, and neither works: a model whose layers all reuse K and V raises,
+    and of one whose layers all have their own no layer stores them.
+    """
+    from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+
+    def modes(config: Any) -> list[str | None]:
+        kinds = config.layer_types
+        if config.num_kv_shared_layers == len(kinds):
+            return ["reuse"] * len(kinds)
+        return [None if kind in kinds[i + 1 :] else "store" for i, kind in enumerate(kinds)]
+
+    with mock.patch.object(Gemma4TextConfig, "kv_sharing_modes", property(modes)):
+        yield
 
 
 _GLOBAL_HEADS = ("global_head_dim", "num_global_key_value_heads")

@@ -112,16 +112,18 @@ class RingSpan(_message.Message):
     def __init__(self, ring: _Optional[str] = ..., begin: _Optional[int] = ...) -> None: ...
 
 class FeatureSpec(_message.Message):
-    __slots__ = ("layer_ids", "width", "dtype", "projection")
+    __slots__ = ("layer_ids", "width", "dtype", "projection", "kv_layer_ids")
     LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     PROJECTION_FIELD_NUMBER: _ClassVar[int]
+    KV_LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
     layer_ids: _containers.RepeatedScalarFieldContainer[int]
     width: int
     dtype: TensorDtype
     projection: str
-    def __init__(self, layer_ids: _Optional[_Iterable[int]] = ..., width: _Optional[int] = ..., dtype: _Optional[_Union[TensorDtype, str]] = ..., projection: _Optional[str] = ...) -> None: ...
+    kv_layer_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer_ids: _Optional[_Iterable[int]] = ..., width: _Optional[int] = ..., dtype: _Optional[_Union[TensorDtype, str]] = ..., projection: _Optional[str] = ..., kv_layer_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestFailure(_message.Message):
     __slots__ = ("request_id", "target_epoch", "draft_epoch", "round_idx", "code", "reason", "message", "field")

@@ -21,7 +21,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 _ADMIN_OFFSET, _MAX_PORT = 1000, 65535
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
 REASONING_PARSERS = ("auto", "think", "bracket", "none")
-ALGORITHMS = ("auto", "eagle3", "eagle", "mtp", "standalone", "none")
+ALGORITHMS = ("auto", "eagle3", "eagle", "mtp", "frozen_kv_mtp", "standalone", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class TargetConfig(WorkerConfig):
     )
     algorithm: str = option(
         "auto",
-        "auto, eagle3, eagle, mtp, standalone or none",
+        "auto, eagle3, eagle, mtp, frozen_kv_mtp, standalone or none",
         choices=ALGORITHMS,
         aliases=("speculative_algorithm",),
     )
@@ -216,7 +216,7 @@ class DraftConfig(WorkerConfig, DialConfig):
     )
     algorithm: str = option(
         "auto",
-        "auto, eagle3, eagle, mtp or standalone",
+        "auto, eagle3, eagle, mtp, frozen_kv_mtp or standalone",
         choices=ALGORITHMS[:-1],
         aliases=("speculative_algorithm",),
     )

@@ -60,6 +60,21 @@ def to_cache(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Te
     return (values.float() * (1 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(dtype)
 
 
+def from_cache(
+    cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype, scale: float
+) -> torch.Tensor:
+    """Return what a cache holds of slots, as a model computes with it. [T, Hkv, d]
+
+    Args:
+        cache: [num_slots, Hkv, d].
+        slots: [T] i64.
+        dtype: Of the model.
+        scale: Of the cache, if it is in FP8.
+    """
+    rows = as_bytes(cache).index_select(0, slots).view(cache.dtype)
+    return (rows.float() * scale).to(dtype) if is_fp8(cache) else rows
+
+
 @triton.jit
 def to_e4m3(values):
     """Return values as bytes of e4m3, clamped to its range; device function.

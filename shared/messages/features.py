@@ -52,12 +52,15 @@ class FeatureSpec:
         dtype: "float32", "float16" or "bfloat16"; "" when width is 0.
         projection: model_hash of the EAGLE-3 head whose fc the target applies to what it captured;
             "": rows are as they were captured.
+        kv_layer_ids: Layers whose K and V a row begins with, as their caches hold them, of each
+            layer first K; the output of the final norm follows.
     """
 
     layer_ids: Ids = ()
     width: Count = 0
     dtype: Annotated[str, Via(dtype_to_wire, dtype_from_wire)] = ""
     projection: str = ""
+    kv_layer_ids: Ids = ()
 
 
 @message(target_pb2.FeatureSubscribe)

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from shared.kernels.embedding import embed
+from shared.kernels.fp8_cache import from_cache
 from shared.kernels.fp8_rows import ProductRows, rows_of, wants_fp8_rows
 from shared.kernels.latent_attention import prepared_latents
 from shared.kernels.linear import linear_addends, sum_addends
@@ -242,6 +243,22 @@ class Attention:
             q, k_cache, v_cache, rows.attention, self._params, products=self._products
         )
         return multiply(out.flatten(1), self._o, self._o_bias, self._residual_multiplier)
+
+    def stored(self, slots: torch.Tensor, caches: LayerCaches, dtype: torch.dtype) -> torch.Tensor:
+        """Return what the caches hold of slots, K and beside it V. [T, 2 * Hkv * d]
+
+        Args:
+            slots: [T] i64.
+            dtype: Of the model.
+        """
+        scales = self._params.kv_scales
+        return torch.cat(
+            [
+                from_cache(cache, slots, dtype, scale).flatten(1)
+                for cache, scale in zip(caches, (scales.k, scales.v), strict=True)
+            ],
+            dim=1,
+        )
 
     def _normed(self, addends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Add up q, k and v, and norm q and k over all heads. [1, T, Hq d + 2 Hkv d] f32."""

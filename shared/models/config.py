@@ -9,8 +9,14 @@ from pathlib import Path
 
 from shared.errors import CheckpointError, ConfigError
 from shared.messages import MAX_NUM_STEPS, FeatureSpec
+from shared.models.assistant_config import ASSISTANT_ARCHITECTURES, AssistantConfig
 from shared.models.checkpoint import DEMO, resolve_model, tokenizer_hash
-from shared.models.decoder_config import ModelConfig, architecture_of, read_config_json
+from shared.models.decoder_config import (
+    ModelConfig,
+    architecture_of,
+    read_config_json,
+    refuse_architecture,
+)
 from shared.models.digest import model_hash
 from shared.models.families import FAMILIES
 from shared.models.head_config import (
@@ -22,8 +28,6 @@ from shared.models.head_config import (
 )
 from shared.models.tensor_files import read_tensor_infos
 
-# Drafts without K and V of their own.
-_FROZEN_KV = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 # If only a target is named, the draft is the bundled one.
 _OTHER_DRAFT = (
     "Name one of this target with --draft-model (--model of a draft service), or --draft-model none"
@@ -73,13 +77,9 @@ def detect_kind(draft_dir: Path, algorithm: str) -> DraftKind:
     if speculators is not None:
         return speculators
     architecture = architecture_of(fields, source)
-    if architecture in _FROZEN_KV:
-        raise CheckpointError(
-            f"{source}: architecture {architecture!r} has no K and V of its own: its layers attend "
-            "to the target's KV cache, which lies in another process, mostly on another device. "
-            "Such a draft would have to run inside the target's engine, which drafts nothing; "
-            "pass an EAGLE-3 head, or a small model with the target's tokenizer"
-        )
+    refuse_architecture(architecture, source)
+    if architecture in ASSISTANT_ARCHITECTURES:
+        return DraftKind.FROZEN_KV_MTP
     for kind, architectures in HEAD_ARCHITECTURES.items():
         if architecture in architectures[:2]:
             return kind
@@ -122,6 +122,8 @@ def feature_spec(
         _require_equal("hidden_size", draft_dir, draft.hidden_size, target.hidden_size)
         _require_equal("vocab_size", draft_dir, draft.vocab_size, target.vocab_size)
         return kind, FeatureSpec(width=target.hidden_size)
+    if kind is DraftKind.FROZEN_KV_MTP:
+        return kind, _assistant_spec(draft_dir, target)
     head = HeadConfig.from_checkpoint(draft_dir, kind)
     _require_equal("vocab_size", draft_dir, head.decoder.vocab_size, target.vocab_size)
     if kind is DraftKind.EAGLE:
@@ -138,6 +140,19 @@ def feature_spec(
             projection=model_hash(draft_dir),
         )
     return kind, FeatureSpec(layer_ids=layer_ids, width=width)
+
+
+def _assistant_spec(draft_dir: Path, target: ModelConfig) -> FeatureSpec:
+    """Return what a draft without K and V of its own reads of the target."""
+    config = AssistantConfig.from_checkpoint(draft_dir)
+    _require_equal("vocab_size", draft_dir, config.decoder.vocab_size, target.vocab_size)
+    hidden_size = config.target_hidden_size
+    _require_equal("backbone_hidden_size", draft_dir, hidden_size, target.hidden_size)
+    layers = config.kv_layout(target).layers
+    return FeatureSpec(
+        kv_layer_ids=config.kv_layer_ids(target),
+        width=2 * sum(shape.num_heads * shape.width for shape in layers) + hidden_size,
+    )
 
 
 def feature_layers(draft_dir: Path, head: HeadConfig, target: ModelConfig) -> FeatureLayers:

@@ -13,6 +13,7 @@ from shared.models.config import ModelConfig
 from shared.models.feed_forward import load_feed_forward
 from shared.models.latent_attention import LatentAttention
 from shared.models.projections import Product, add, add_and_norm, add_and_norm_fp8, load_norm
+from shared.models.query_attention import QueryAttention
 from shared.progress import note_progress
 
 
@@ -50,8 +51,7 @@ class DecoderLayer:
         self._attention_norm = norm(norms.after_attention)
         self._mlp_input_norm = norm(norms.before_mlp)
         self._mlp_norm = norm(norms.after_mlp)
-        attention_class = Attention if config.latent is None else LatentAttention
-        self._attention = attention_class(reader, f"{prefix}.self_attn", config, hidden)
+        self._attention = _attention_class(config)(reader, f"{prefix}.self_attn", config, hidden)
         self._feed_forward = load_feed_forward(reader, prefix, config, layer_id)
         self._scalar = None
         if config.has_layer_scalar:
@@ -89,6 +89,13 @@ class DecoderLayer:
             return x, product
         return add(x, product) * self._scalar, None
 
+    def stored_kv(
+        self, slots: torch.Tensor, caches: LayerCaches, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return K and V of slots [T] i64 beside each other; see Attention.stored."""
+        assert isinstance(self._attention, Attention), "latents are neither K nor V"
+        return self._attention.stored(slots, caches, dtype)
+
     def _add(
         self, x: torch.Tensor, pending: Product | None, norm: torch.Tensor | None, *, to_fp8: bool
     ) -> tuple[torch.Tensor, ProductRows]:
@@ -103,3 +110,11 @@ class DecoderLayer:
     def _normed(self, product: Product, norm: torch.Tensor | None) -> Product:
         """Return a product that is normed before it is added, if there is a norm."""
         return product if norm is None else replace(product, norm=norm, eps=self._eps)
+
+
+def _attention_class(
+    config: ModelConfig,
+) -> type[Attention] | type[LatentAttention] | type[QueryAttention]:
+    if config.latent is not None:
+        return LatentAttention
+    return Attention if config.has_own_kv else QueryAttention

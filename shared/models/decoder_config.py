@@ -95,6 +95,7 @@ class ModelConfig:
             `num_kv_heads` of `head_dim`.
         has_v_norm: Each head of V is RMS-normalised, without a weight.
         has_k_as_v: V is what K's projection returns, before K's norm and rotary embedding.
+        has_own_kv: Layers have K and V; False: they attend to those of another model's layers.
         has_layer_scalar: What a layer returns is multiplied by a learned number.
         latent: Of multi-head latent attention, in which `num_kv_heads` and `head_dim` are those of
             the queries; None: heads have K and V.
@@ -124,6 +125,7 @@ class ModelConfig:
     has_sinks: bool = False
     has_v_norm: bool = False
     has_k_as_v: bool = False
+    has_own_kv: bool = True
     has_layer_scalar: bool = False
     layer_heads: tuple[LayerHeads, ...] = ()
     layer_norms: LayerNorms = LayerNorms()
@@ -192,11 +194,7 @@ class ModelConfig:
         fields = read_config_json(directory)
         source = f"{directory / 'config.json'}"
         architecture = architecture_of(fields, source)
-        if architecture in REFUSED:
-            raise CheckpointError(
-                f"{source}: architecture {architecture!r} is not supported: it has "
-                f"{REFUSED[architecture]}; docs/families.md lists what is"
-            )
+        refuse_architecture(architecture, source)
         if architecture not in TARGET_ARCHITECTURES:
             raise CheckpointError(
                 f"{source}: architecture {architecture!r} is not supported as a language model; "
@@ -212,6 +210,18 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     Raises: CheckpointError when there is none, or it is not a JSON object.
     """
     return _read_json(directory / "config.json")
+
+
+def refuse_architecture(architecture: str, source: str) -> None:
+    """Raise for an architecture that is known, and that nothing here computes.
+
+    Raises: CheckpointError naming what it has.
+    """
+    if architecture in REFUSED:
+        raise CheckpointError(
+            f"{source}: architecture {architecture!r} is not supported: it has "
+            f"{REFUSED[architecture]}; docs/families.md lists what is"
+        )
 
 
 def architecture_of(fields: Mapping[str, Any], source: str) -> str:

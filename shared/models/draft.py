@@ -1,7 +1,8 @@
 """The interface behind which every kind of draft stands, and how one is loaded.
 
-A head (EAGLE-3, EAGLE, MTP) reads a token and a vector per row: row p takes token p + 1 and the
-feature of position p, or, past the last true feature, the recurrent hidden state of its parent row.
+A head (EAGLE-3, EAGLE, MTP of either kind) reads a token and a vector per row: row p takes token
+p + 1 and the feature of position p, or, past the last true feature, the recurrent hidden state of
+its parent row.
 A standalone model reads the token at p and nothing else.
 """
 
@@ -19,6 +20,7 @@ from shared.models.attention import ForwardInput
 from shared.models.config import DraftKind, ModelConfig, feature_spec
 from shared.models.eagle import EagleDraft
 from shared.models.eagle3 import Eagle3Draft
+from shared.models.frozen_kv import FrozenKVDraft
 from shared.models.mtp import MTPDraft
 from shared.models.standalone import StandaloneDraft
 from shared.models.token_map import read_token_map
@@ -152,5 +154,7 @@ def load_draft(
             return EagleDraft.from_checkpoint(draft_dir, target_dir, spec, token_map=ids, **place)
         case DraftKind.MTP:
             return MTPDraft.from_checkpoint(draft_dir, spec, **place)
+        case DraftKind.FROZEN_KV_MTP:
+            return FrozenKVDraft.from_checkpoint(draft_dir, target_dir, spec, **place)
         case DraftKind.STANDALONE:
             return StandaloneDraft.from_checkpoint(draft_dir, target_dir, **place)

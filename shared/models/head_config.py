@@ -29,6 +29,7 @@ class DraftKind(enum.StrEnum):
     EAGLE3 = "eagle3"
     EAGLE = "eagle"
     MTP = "mtp"
+    FROZEN_KV_MTP = "frozen_kv_mtp"
     STANDALONE = "standalone"
 
 

@@ -16,6 +16,7 @@ from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
 from shared.models.decoder import DecoderLayer
 from shared.models.layer_rows import LayerRows
+from shared.models.own_slots import own_slots
 from shared.models.projections import Product, add_and_norm, load_norm
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -45,10 +46,12 @@ class ForwardOutput:
         hidden: [T, h] after the final norm.
         captured: [T, len(capture_layers) * h] outputs of the layers asked for, concatenated in the
             order asked for; None when none were.
+        stored: [T, any] K and V of the layers asked for, likewise.
     """
 
     hidden: torch.Tensor
     captured: torch.Tensor | None
+    stored: torch.Tensor | None = None
 
 
 class CausalLM:
@@ -81,10 +84,7 @@ class CausalLM:
         self.products = reader.products
         self.device = self._embedding.device
         self.dtype = self._embedding.dtype
-        self._embedding_multiplier = config.embedding_multiplier
-        if config.has_scaled_embedding:  # by the root in the model's own dtype
-            root = torch.tensor(config.hidden_size**0.5, dtype=self.dtype)
-            self._embedding_multiplier = float(root)
+        self._embedding_multiplier = embedding_multiplier(config, self.dtype)
         self._rows = LayerRows(config, context_len or config.max_position_embeddings, self.device)
 
     @classmethod
@@ -117,6 +117,7 @@ class CausalLM:
         inputs: ForwardInput,
         *,
         capture_layers: tuple[int, ...] = (),
+        capture_kv: tuple[int, ...] = (),
         roots: torch.Tensor | None = None,
         root_idx: torch.Tensor | None = None,
         expert_ids: torch.Tensor | None = None,
@@ -125,6 +126,7 @@ class CausalLM:
 
         Args:
             capture_layers: Layers whose OUTPUT (residual stream) is wanted.
+            capture_kv: Layers whose K and V are wanted, as the caches hold them.
             roots: [num_reqs] i64, tokens that only the device knows; None: there are none.
             root_idx: [T] i64, which of the roots each row's token is; -1: it is in `inputs`.
             expert_ids: [layers with experts, at least T, top_k] i32, where the rows' experts are
@@ -152,7 +154,14 @@ class CausalLM:
             captured=torch.cat([captured[i] for i in capture_layers], dim=-1)
             if capture_layers
             else None,
+            stored=self._stored(inputs, capture_kv) if capture_kv else None,
         )
+
+    def _stored(self, inputs: ForwardInput, layer_ids: tuple[int, ...]) -> torch.Tensor:
+        """Return the rows' K and V of layers, of each layer first K."""
+        slots, caches = own_slots(inputs.attention), inputs.kv.layers
+        stored = [self._layers[i].stored_kv(slots, caches[i], self.dtype) for i in layer_ids]
+        return torch.cat(stored, dim=1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of rows.
@@ -166,6 +175,13 @@ class CausalLM:
             logits = logits / self.config.logits_scaling
         limit = self.config.logits_softcap
         return logits if limit == 0 else softcap_(logits, limit)
+
+
+def embedding_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
+    """Return what a language model multiplies its embeddings by."""
+    if not config.has_scaled_embedding:
+        return config.embedding_multiplier
+    return float(torch.tensor(config.hidden_size**0.5, dtype=dtype))  # rounded as the model is
 
 
 def _mtp_extras(config: ModelConfig) -> list[str]:

@@ -61,7 +61,7 @@ def trees_of(request: LocalRequest) -> list[TokenTree]:
     return [replace(tree, request_id="") for tree in request.trees]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "mtp-layers", "standalone"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "mtp-layers", "standalone", "frozen_kv_mtp"])
 @pytest.mark.parametrize("num_requests", [1, 5, *exhaustive([3, 4])])
 def test_padded_batches_give_the_same_trees(models: Models, kind: str, num_requests: int) -> None:
     """Requests of other shapes and temperatures end one by one: buckets shrink, rows are ragged."""

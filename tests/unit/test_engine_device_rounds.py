@@ -105,10 +105,12 @@ def tree_of(token_ids: Sequence[int], parent_index: Sequence[int]) -> Any:
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-        *first_fast(zip(KINDS, [SHAPES[0], SHAPES[5], SHAPES[3], BUSHY], strict=True)),
-        *first_fast(zip(KINDS, [DEEPEST, SHAPES[1]] * 2, strict=True), num_fast=0),
+        *first_fast(zip(KINDS, [SHAPES[0], SHAPES[5], SHAPES[3], BUSHY, SHAPES[3]], strict=True)),
+        *first_fast(
+            zip(KINDS, [DEEPEST, SHAPES[1], DEEPEST, SHAPES[1], DEEPEST], strict=True), num_fast=0
+        ),
         *first_fast([("mtp-layers", SHAPES[3]), ("mtp-layers", DEEPEST)], num_fast=1),
-        *exhaustive(zip(KINDS, [SHAPES[1], DEEPEST] * 2, strict=True)),
+        *exhaustive(zip(KINDS, [SHAPES[1], DEEPEST] * 3, strict=False)),
     ],
     ids=str,
 )

@@ -33,7 +33,7 @@ PAGE_SIZES = {1: 16, 2: 64, 4: 1, 16: 2, 64: 4}  # the target's: the draft's
 # Shorter than a page and around its edges, whatever its size: 128 is two of the largest.
 PROMPT_LENGTHS = (1, 2, 8, 32, 128, 129, 191)
 # One for each target, two of which are the same: its plain runs serve all page sizes.
-SEEDS = {"eagle3": 3, "eagle": 1, "mtp": 2, "standalone": 3}
+SEEDS = {"eagle3": 3, "eagle": 1, "mtp": 2, "standalone": 3, "frozen_kv_mtp": 4}
 BIASES = ((3, 8.0), (17, -100.0), (40, 7.5), (41, 7.0))
 
 
@@ -75,7 +75,7 @@ def requests_of(seed: int, lengths: Sequence[int] = PROMPT_LENGTHS) -> list[Loca
 
 FAST = {("eagle3", 16), ("standalone", 4)}
 # Pages meet kinds nowhere but in a slot's number: every size and every kind once at least.
-OFTEN = FAST | {("eagle3", 1), ("eagle", 2), ("mtp", 64)}
+OFTEN = FAST | {("eagle3", 1), ("eagle", 2), ("mtp", 64), ("frozen_kv_mtp", 4)}
 
 
 def marks_of(kind: str, page_size: int) -> list[pytest.MarkDecorator]:

@@ -60,6 +60,7 @@ TARGETS: dict[str, Callable[[Path], Path]] = {
     "gpt-oss-mxfp4": lambda d: write_gpt_oss(d, is_mxfp4=True),
 }
 DRAFTS = {
+    "gemma4": ("eagle3", "standalone", "frozen_kv_mtp"),
     "deepseek-v3": ("eagle3", "standalone", "mtp"),
     "deepseek-v3-three-mtp": ("mtp",),
     "deepseek-v3-fp8": ("mtp",),
@@ -89,13 +90,15 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 
 
 def pairing_of(models: Models, family: str, algorithm: str) -> Pairing:
-    """Return a target with a draft: itself, its layers of MTP, or a head for it."""
+    """Return a target with a draft: itself, its layers of MTP, a head or an assistant for it."""
     target = draft = models.get(family, TARGETS[family])
     if algorithm == "eagle3":
         head = HEADS.get(family, {})
         draft = models.get(
             f"{family}-eagle3", lambda d: checkpoints.write_eagle3(d, target, **head)
         )
+    if algorithm == "frozen_kv_mtp":
+        draft = models.get(f"{family}-assistant", families.write_gemma4_assistant)
     return Pairing(target=target, draft=draft, algorithm=algorithm)
 
 

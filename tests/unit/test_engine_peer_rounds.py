@@ -56,6 +56,7 @@ from tests.marks import EXHAUSTIVE, exhaustive, first_fast
 from tests.peer_pair import PeerPair, PoisonedPeerPair, batch_of, close_channels, peer_rounds
 
 PAGE_SIZES = {"eagle3": (16, 64), "eagle": (1, 4), "mtp": (4, 1), "standalone": (64, 16)}
+PAGE_SIZES["frozen_kv_mtp"] = (2, 16)
 
 
 def requests_of(count: int, seed: int) -> list[LocalRequest]:

@@ -161,7 +161,8 @@ class Reconnecting(PoisonedPair):
 
 
 @pytest.mark.parametrize(
-    ("kind", "retain_rows"), [("eagle3", 0), ("eagle", 2), ("mtp", 5), ("eagle3", 8192)]
+    ("kind", "retain_rows"),
+    [("eagle3", 0), ("eagle", 2), ("mtp", 5), ("eagle3", 8192), ("frozen_kv_mtp", 0)],
 )
 def test_lost_features_are_asked_for_again(models: Models, kind: str, retain_rows: int) -> None:
     pairing = models.pairing(kind)
@@ -177,7 +178,7 @@ def test_lost_features_are_asked_for_again(models: Models, kind: str, retain_row
 
 
 # A random EAGLE-3 head is never right; its trees are compared above.
-@pytest.mark.parametrize("kind", ["eagle", "mtp", "standalone"])
+@pytest.mark.parametrize("kind", ["eagle", "mtp", "standalone", "frozen_kv_mtp"])
 def test_acceptance_recovers_after_a_late_start(models: Models, kind: str) -> None:
     """With trees verified: output is plain, and the late draft is as good as the early one."""
     pairing = models.pairing(kind)

@@ -350,7 +350,7 @@ def test_a_draft_of_another_dtype_converts_projected_rows(
     assert DTYPES[target.info.features.dtype] == getattr(torch, dtypes[0])
 
 
-@pytest.mark.parametrize("kind", ["eagle", "mtp", "standalone"])
+@pytest.mark.parametrize("kind", ["eagle", "mtp", "standalone", "frozen_kv_mtp"])
 def test_other_kinds_of_drafts_get_rows_as_they_were_captured(models: Models, kind: str) -> None:
     target = make_target(models.pairing(kind)).info.features
     assert target.projection == "" and make_draft(models.pairing(kind)).info.features == replace(

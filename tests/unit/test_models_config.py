@@ -627,17 +627,6 @@ def test_mtp_of_a_checkpoint_without_the_layer(tmp_path: Path) -> None:
         feature_spec(target, target, "auto")
 
 
-@pytest.mark.parametrize(
-    "name", ["Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"]
-)
-def test_a_draft_that_reads_the_targets_kv_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    target = checkpoints.write_llama(tmp_path / "target")
-    draft = checkpoints.write_llama(tmp_path / "draft")
-    edit_checkpoint(draft, config=lambda c: c.update({"architectures": [name]}))
-    with pytest.raises(CheckpointError, match=f"{name}' has no K and V of its own.*inside the"):
-        feature_spec(draft, target, "auto")
-
-
 def test_standalone_needs_the_targets_tokens(tmp_path: Path) -> None:
     target = checkpoints.write_llama(tmp_path / "target")
     draft = checkpoints.write_llama(tmp_path / "draft", shape=Shape(vocab_size=300))

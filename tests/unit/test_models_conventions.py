@@ -7,7 +7,8 @@
 | mtp        | token p+1, f_p     | [hidden; embedding] | both; 0 at row 0   | after the norm  |
 | standalone | token p            | embedding           | the layer's own    | nothing         |
 
-f_p of eagle3: outputs of the captured layers; of eagle and mtp: the target's final norm.
+f_p of eagle3: outputs of the captured layers; of eagle and mtp: the target's final norm. Those of
+frozen_kv_mtp are compared with transformers in test_models_frozen_kv.py.
 Hidden size 2, one head of width 2, so that every number below can be checked with a pencil.
 """
 

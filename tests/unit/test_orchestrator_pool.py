@@ -259,6 +259,10 @@ PAIR_PROBLEMS = {
     "tokenizer": ({"tokenizer_hash": "other"}, "tokenizer"),
     "layers": ({"features": FeatureSpec(layer_ids=(1, 2, 4), width=96)}, "layers"),
     "width": ({"features": FeatureSpec(layer_ids=(1, 2, 3), width=64)}, "64"),
+    "K and V": (
+        {"features": FeatureSpec(kv_layer_ids=(4, 5), layer_ids=(1, 2, 3), width=96)},
+        "K and V of layers [4, 5]",
+    ),
     "projection": (
         {"features": FeatureSpec(layer_ids=(1, 2, 3), width=32, projection="cafe")},
         "--project-features",

@@ -314,7 +314,7 @@ def test_drafts_take_what_is_faster(
 
 
 @pytest.mark.parametrize("quantization", ["fp8", FP8_OUTPUT, ""])
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "standalone"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "standalone", "frozen_kv_mtp"])
 def test_output_layers_of_drafts_become_fp8(
     models: Models, kind: str, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

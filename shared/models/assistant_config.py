@@ -1,0 +1,115 @@
+"""What config.json of a draft says that has no K and V of its own. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shared.errors import CheckpointError
+from shared.kv.layout import CacheShape, KVLayout
+from shared.models.config_fields import refuse_fields, require_int
+from shared.models.decoder_config import ModelConfig, parse_model_config, read_config_json
+
+ASSISTANT_ARCHITECTURES = ("Gemma4AssistantForCausalLM",)
+_FAMILY = "Gemma4ForCausalLM"
+_REASONS = {
+    "use_ordered_embeddings": "logits of the tokens of a few clusters alone, chosen by centroids",
+    "use_double_wide_mlp": "MLPs would be twice as wide",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssistantConfig:
+    """A draft whose layers have queries only, and attend to K and V of two layers of its target.
+
+    Args:
+        decoder: Its layers. A row sees its window's tokens and one more: its own has no K and V.
+        target_hidden_size: Values of the target's hidden state and embedding.
+        source: config.json, for messages.
+    """
+
+    decoder: ModelConfig
+    target_hidden_size: int
+    source: str
+
+    @property
+    def cache_of_layer(self) -> tuple[int, ...]:
+        """Return whose K and V each layer attends to: 0, those of a layer with a window; 1, of one
+        without.
+        """
+        windows = self.decoder.layer_windows or (self.decoder.sliding_window,) * (
+            self.decoder.num_layers
+        )
+        return tuple(int(window == 0) for window in windows)
+
+    @classmethod
+    def from_checkpoint(cls, directory: Path) -> AssistantConfig:
+        """Read config.json of a Gemma 4 assistant.
+
+        Raises: CheckpointError naming the field that is missing or unsupported.
+        """
+        fields, source = read_config_json(directory), f"{directory / 'config.json'}"
+        text = fields.get("text_config")
+        if not isinstance(text, dict) or text.get("model_type") != "gemma4_text":
+            raise CheckpointError(
+                f"{source}: text_config must be an object of model_type 'gemma4_text', got {text!r}"
+            )
+        refuse_fields(fields, source, {"use_ordered_embeddings": (False,)}, _REASONS)
+        place = f"{source}: text_config"
+        refuse_fields(text, place, {"use_double_wide_mlp": (False,)}, _REASONS)
+        num_layers = require_int(text, "num_hidden_layers", place)
+        if text.get("num_kv_shared_layers") not in (None, 0, num_layers):
+            raise CheckpointError(
+                f"{place}.num_kv_shared_layers = {text['num_kv_shared_layers']!r} must be "
+                f"num_hidden_layers = {num_layers}: no layer has K and V of its own"
+            )
+        tied = fields.get("tie_word_embeddings", True)
+        dtype = fields.get("dtype") or text.get("dtype")
+        own = {"num_kv_shared_layers": 0, "tie_word_embeddings": tied, "dtype": dtype}
+        decoder = parse_model_config({**text, **own}, place, _FAMILY)
+        windows = tuple(window and window + 1 for window in decoder.layer_windows)
+        return cls(
+            decoder=replace(
+                decoder,
+                has_own_kv=False,
+                layer_windows=windows,
+                sliding_window=decoder.sliding_window and decoder.sliding_window + 1,
+            ),
+            target_hidden_size=require_int(fields, "backbone_hidden_size", source),
+            source=source,
+        )
+
+    def kv_layer_ids(self, target: ModelConfig) -> tuple[int, int]:
+        """Return the layers of a target whose K and V it reads: the last one with a window and the
+        last one without.
+
+        Raises: CheckpointError if the target has no such layers, or their heads are others.
+        """
+        windows = target.layer_windows
+        if target.latent is not None or not windows:
+            raise CheckpointError(
+                f"{self.source}: the draft attends to K and V of a layer with a window and of one "
+                "without, and the target does not have both; name the target that it was made for"
+            )
+        last = len(windows) - 1
+        by_kind = [
+            last - next(i for i, window in enumerate(reversed(windows)) if (window == 0) is is_full)
+            for is_full in (False, True)
+        ]
+        shapes = target.kv_layout.layers
+        for layer_id, cache in enumerate(self.cache_of_layer):
+            own = self.decoder.at_layer(layer_id)
+            has = shapes[by_kind[cache]]
+            if (own.num_kv_heads, own.head_dim) != (has.num_heads, has.width):
+                raise CheckpointError(
+                    f"{self.source}: layer {layer_id} has num_key_value_heads = "
+                    f"{own.num_kv_heads} and head_dim = {own.head_dim}, but layer "
+                    f"{by_kind[cache]} of the target, whose K and V it would read, has "
+                    f"{has.num_heads} and {has.width}; the draft was made for another target"
+                )
+        return by_kind[0], by_kind[1]
+
+    def kv_layout(self, target: ModelConfig) -> KVLayout:
+        """Return the caches of the two layers that it keeps a copy of."""
+        shapes: tuple[CacheShape, ...] = target.kv_layout.layers
+        return KVLayout(layers=tuple(shapes[i] for i in self.kv_layer_ids(target)))
