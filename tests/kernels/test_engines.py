@@ -14,6 +14,7 @@ from shared.grammar.source import Grammar, GrammarKind
 from shared.kernels.dispatch import launch_counts
 from shared.messages import SamplingParams, TreeShape
 from target_service.engine import TargetEngine
+from tests import families
 from tests.checkpoints import Shape, write_eagle3, write_llama, write_qwen3_moe
 from tests.deepseek import write_deepseek
 from tests.engines import Pairing, make_draft, make_target, run_plain
@@ -139,6 +140,27 @@ def test_experts_in_fp8_and_several_layers_of_mtp_run_in_an_engine(
         for prompt in ([72, 101, 108, 108, 111, 44], [72, 105])
     ]
     run_and_compare(target, draft, requests)
+
+
+@EXHAUSTIVE
+def test_kv_of_two_shapes_and_a_draft_that_attends_to_it_run_in_an_engine(tmp_path: Path) -> None:
+    """Rows have the same bits in trees, in a batch, and alone; a window hides the first tokens."""
+    target_dir = families.write_gemma4_agreeable(tmp_path / "target")
+    draft_dir = families.write_gemma4_agreeing_assistant(tmp_path / "draft", target_dir)
+    pairing = Pairing(target=target_dir, draft=draft_dir, algorithm="auto")
+    small = {"max_context_len": 30, "max_batch_rows": 32}
+    target, draft = make_target(pairing, **small), make_draft(pairing, **small)
+    requests = [
+        LocalRequest(
+            prompt=[72 + i for i in range(length)],
+            max_new_tokens=4,
+            logprobs=True,
+            shape=TreeShape(num_steps=3, topk=2, num_draft_tokens=5),
+        )
+        for length in (23, 2)
+    ]
+    run_and_compare(target, draft, requests)
+    assert any(path.num_accepted_drafts for request in requests for path in request.paths[1:])
 
 
 def run_and_compare(

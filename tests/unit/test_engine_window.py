@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draft_service.engine_factory import CHUNK_ROWS, EXTRA_SLOTS, MIN_WINDOW, fit_window
 from shared.errors import ConfigError
 from shared.messages import FeatureCommand, FeatureSubscribe, SamplingParams
-from tests import checkpoints
+from tests import checkpoints, families
 from tests.engines import (
     KINDS,
     SHAPES,
@@ -81,8 +82,8 @@ def narrow(models: Models, kind: str) -> Pairing:
     pairing = models.pairing(kind)
 
     def shorten(directory: Path) -> Path:
-        def edit(fields: dict[str, int]) -> None:
-            fields["max_position_embeddings"] = WINDOW
+        def edit(fields: dict[str, Any]) -> None:
+            fields.get("text_config", fields)["max_position_embeddings"] = WINDOW
 
         return checkpoints.edit_checkpoint(directory, config=edit)
 
@@ -94,6 +95,9 @@ def narrow(models: Models, kind: str) -> Pairing:
             d, pairing.target, branch_scale=0.3, max_position_embeddings=WINDOW
         ),
         "standalone": lambda d: shorten(checkpoints.write_standalone(d, pairing.target, noise=0.1)),
+        "frozen_kv_mtp": lambda d: shorten(
+            families.write_gemma4_agreeing_assistant(d, pairing.target)
+        ),
     }[kind]
     return Pairing(
         target=pairing.target,
@@ -109,6 +113,7 @@ def narrow(models: Models, kind: str) -> Pairing:
         ("eagle", 4),
         ("standalone", 1),
         pytest.param("standalone", 16, marks=pytest.mark.exhaustive),
+        ("frozen_kv_mtp", 4),
     ],
 )
 def test_a_draft_speculates_on_in_its_window(models: Models, kind: str, page_size: int) -> None:
@@ -142,7 +147,7 @@ def test_a_draft_speculates_on_in_its_window(models: Models, kind: str, page_siz
         assert sum(accepted) > 0.2 * len(accepted), "hardly anything is accepted past the window"
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "standalone"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "standalone", "frozen_kv_mtp"])
 def test_a_late_draft_asks_for_its_window_only(models: Models, kind: str) -> None:
     """A row of a one-layer head depends on nothing but its inputs: the trees are the same."""
     pairing = narrow(models, kind)
