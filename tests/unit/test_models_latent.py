@@ -35,7 +35,7 @@ def test_a_target_is_the_reference_that_makes_keys_and_values(tmp_path: Path) ->
 
 def test_one_row_is_kept_of_a_token_in_every_layer(tmp_path: Path) -> None:
     layout = ModelConfig.from_checkpoint(write_deepseek(tmp_path)).kv_layout
-    assert layout == KVLayout(num_layers=2, caches=("latent",), num_heads=1, width=16 + 8)
+    assert layout == KVLayout.uniform(2, 1, 16 + 8, caches=("latent",))
     assert layout.bytes_per_token(2) == 2 * 24 * 2
 
 
