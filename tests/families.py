@@ -419,6 +419,9 @@ def write_gemma4_assistant(
         for name, parameter in model.named_parameters():
             if "q_norm" in name:  # or each row sees one token alone, from anywhere
                 parameter.data *= 0.3
+        if model.masked_embedding is not None:
+            order = model.masked_embedding.token_ordering
+            order.copy_(torch.randperm(len(order), generator=torch.Generator().manual_seed(seed)))
         model.save_pretrained(directory)
     return write_tokenizer(directory)
 

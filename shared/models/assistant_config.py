@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shared.errors import CheckpointError
 from shared.kv.layout import CacheShape, KVLayout
@@ -12,10 +14,19 @@ from shared.models.decoder_config import ModelConfig, parse_model_config, read_c
 
 ASSISTANT_ARCHITECTURES = ("Gemma4AssistantForCausalLM",)
 _FAMILY = "Gemma4ForCausalLM"
-_REASONS = {
-    "use_ordered_embeddings": "logits of the tokens of a few clusters alone, chosen by centroids",
-    "use_double_wide_mlp": "MLPs would be twice as wide",
-}
+_REASONS = {"use_double_wide_mlp": "MLPs would be twice as wide"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Clusters of equally many tokens, of which a row proposes those of some.
+
+    Args:
+        num_chosen: How many clusters; those whose centroids a row's hidden state is closest to.
+    """
+
+    num_clusters: int
+    num_chosen: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +36,13 @@ class AssistantConfig:
     Args:
         decoder: Its layers. A row sees its window's tokens and one more: its own has no K and V.
         target_hidden_size: Values of the target's hidden state and embedding.
+        clusters: Of tokens; None: a row proposes any token.
         source: config.json, for messages.
     """
 
     decoder: ModelConfig
     target_hidden_size: int
+    clusters: ClusterConfig | None
     source: str
 
     @property
@@ -54,7 +67,6 @@ class AssistantConfig:
             raise CheckpointError(
                 f"{source}: text_config must be an object of model_type 'gemma4_text', got {text!r}"
             )
-        refuse_fields(fields, source, {"use_ordered_embeddings": (False,)}, _REASONS)
         place = f"{source}: text_config"
         refuse_fields(text, place, {"use_double_wide_mlp": (False,)}, _REASONS)
         num_layers = require_int(text, "num_hidden_layers", place)
@@ -76,6 +88,7 @@ class AssistantConfig:
                 sliding_window=decoder.sliding_window and decoder.sliding_window + 1,
             ),
             target_hidden_size=require_int(fields, "backbone_hidden_size", source),
+            clusters=_parse_clusters(fields, source, decoder.vocab_size),
             source=source,
         )
 
@@ -113,3 +126,19 @@ class AssistantConfig:
         """Return the caches of the two layers that it keeps a copy of."""
         shapes: tuple[CacheShape, ...] = target.kv_layout.layers
         return KVLayout(layers=tuple(shapes[i] for i in self.kv_layer_ids(target)))
+
+
+def _parse_clusters(
+    fields: Mapping[str, Any], source: str, vocab_size: int
+) -> ClusterConfig | None:
+    """Return the clusters of tokens that `use_ordered_embeddings` asks for."""
+    if not fields.get("use_ordered_embeddings"):
+        return None
+    count = require_int(fields, "num_centroids", source, default=2048)
+    chosen = require_int(fields, "centroid_intermediate_top_k", source, default=32)
+    if vocab_size % count or chosen > count:
+        raise CheckpointError(
+            f"{source}: num_centroids = {count} must divide vocab_size = {vocab_size}, and "
+            f"centroid_intermediate_top_k = {chosen} must not be more"
+        )
+    return ClusterConfig(num_clusters=count, num_chosen=chosen)

@@ -33,6 +33,7 @@ from shared.models.head import read_target_embedding
 from shared.models.layer_rows import LayerRows
 from shared.models.llama import embedding_multiplier, load_embedding, load_head
 from shared.models.projections import Product, add_and_norm, load_norm
+from shared.models.token_clusters import TokenClusters
 
 
 class FrozenKVDraft:
@@ -80,6 +81,11 @@ class FrozenKVDraft:
         self._norm = load_norm(reader, "model.norm.weight", self.hidden_size, decoder.norm_rule)
         own = load_embedding(reader, decoder) if decoder.is_tied else None
         self._head = reader.output_layer(load_head(reader, decoder, own))
+        self._clusters = None
+        if config.clusters is not None:
+            self._clusters = TokenClusters(
+                reader, config.clusters, self.vocab_size, self.hidden_size
+            )
         self._rows = LayerRows(decoder, context_len, self.device)
         shapes = self.kv_layout.layers
         kv_widths = [shape.num_heads * shape.width for shape in shapes for _ in range(2)]
@@ -157,7 +163,8 @@ class FrozenKVDraft:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [R, vocab_size] f32; `hidden` needs no norm."""
-        return linear(hidden, self._head, out_dtype=torch.float32)
+        logits = linear(hidden, self._head, out_dtype=torch.float32)
+        return logits if self._clusters is None else self._clusters.keep_chosen(logits, hidden)
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Return the ids: the vocabulary is the target's."""

@@ -24,6 +24,7 @@ from tests.unit.test_models_llama import load_transformers, tokens_of
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 45  # twice the window, and more
+NUM_CLUSTERS = 8
 # As layers are: with a window, without, with, without.
 KV_LAYERS = (2, 3)
 
@@ -166,6 +167,32 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
 
 
+def test_tokens_of_chosen_clusters_alone_are_proposed(tmp_path: Path) -> None:
+    size = {"vocab_size": 33 * NUM_CLUSTERS}
+    target = families.write(tmp_path / "target", "gemma4_text", **families.GEMMA4, **size)
+    clusters = {"num_centroids": NUM_CLUSTERS, "centroid_intermediate_top_k": 3}
+    draft = families.write_gemma4_assistant(
+        tmp_path / "draft", use_ordered_embeddings=True, text=size, **clusters
+    )
+    oracle, runner = Oracle(target, draft), Runner(target, draft)
+    ids = tokens_of(NUM_TOKENS)
+    hidden = runner.extend(ids, 30)
+    kv, features = oracle.read(ids[:30])
+    want, parent = oracle.guess(kv, ids[30], features[-1], 30)
+    assert_close(runner.draft.logits(hidden), want[None])
+    assert int((want > want.min()).sum()) == 3 * 33
+    both = runner.draft.logits(runner.deepen([7, 9], hidden.expand(2, -1), 1))
+    wants = [oracle.guess(kv, token, parent, 30)[0] for token in (7, 9)]
+    assert_close(both, torch.stack(wants))
+
+    def repeat(tensors: checkpoints.Tensors) -> None:
+        tensors["masked_embedding.token_ordering"][0] = 1
+
+    edit_checkpoint(draft, tensors=repeat)
+    with pytest.raises(CheckpointError, match="token_ordering' must name each of"):
+        Runner(target, draft)
+
+
 def test_nodes_leave_nothing_behind(directories: tuple[Path, Path]) -> None:
     runner, ids = Runner(*directories), tokens_of(NUM_TOKENS)
     hidden = runner.extend(ids, 9)
@@ -191,7 +218,7 @@ def test_what_it_reads_is_found_by_the_architecture(directories: tuple[Path, Pat
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"use_ordered_embeddings": True}, "use_ordered_embeddings = True.*centroids"),
+        ({"use_ordered_embeddings": True}, "num_centroids = 2048 must divide vocab_size = "),
         ({"backbone_hidden_size": 48}, "backbone_hidden_size = 48, but the target's is 64"),
         ({"backbone_hidden_size": None}, "backbone_hidden_size must be a positive"),
         ({"text_config": {"model_type": "gemma3_text"}}, "text_config must be .*gemma4_text"),
