@@ -126,6 +126,8 @@ def create_engine(
     pool, window = make_pool(config, model, kv_dtype, device, longest=longest)
     logger.info("%s draft, window of %d tokens (0 = whole context)", kind, window)
     log_feature_layers(directory, kind, target_config)
+    if spec.kv_layer_ids:
+        logger.info("attends to K and V of the target's layers %s", list(spec.kv_layer_ids))
     info = WorkerInfo(
         incarnation=secrets.token_hex(8),
         model=last_part(config.model),

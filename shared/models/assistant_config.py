@@ -50,10 +50,7 @@ class AssistantConfig:
         """Return whose K and V each layer attends to: 0, those of a layer with a window; 1, of one
         without.
         """
-        windows = self.decoder.layer_windows or (self.decoder.sliding_window,) * (
-            self.decoder.num_layers
-        )
-        return tuple(int(window == 0) for window in windows)
+        return tuple(int(window == 0) for window in self.decoder.layer_windows)
 
     @classmethod
     def from_checkpoint(cls, directory: Path) -> AssistantConfig:
@@ -79,14 +76,10 @@ class AssistantConfig:
         dtype = fields.get("dtype") or text.get("dtype")
         own = {"num_kv_shared_layers": 0, "tie_word_embeddings": tied, "dtype": dtype}
         decoder = parse_model_config({**text, **own}, place, _FAMILY)
-        windows = tuple(window and window + 1 for window in decoder.layer_windows)
+        windows = decoder.layer_windows or (decoder.sliding_window,) * num_layers
+        seen = tuple(window and window + 1 for window in windows)
         return cls(
-            decoder=replace(
-                decoder,
-                has_own_kv=False,
-                layer_windows=windows,
-                sliding_window=decoder.sliding_window and decoder.sliding_window + 1,
-            ),
+            decoder=replace(decoder, has_own_kv=False, layer_windows=seen, sliding_window=0),
             target_hidden_size=require_int(fields, "backbone_hidden_size", source),
             clusters=_parse_clusters(fields, source, decoder.vocab_size),
             source=source,

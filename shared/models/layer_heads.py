@@ -47,6 +47,11 @@ def parse_layer_heads(
         usual: Of layers of which nothing else is said.
     Raises: CheckpointError naming the field.
     """
+    if windows[-1]:
+        raise CheckpointError(
+            f"{source}: layer_types must end with full_attention, as it does in the class that "
+            "computes it, whatever config.json says"
+        )
     has_k_as_v = bool(fields.get("attention_k_eq_v"))
     overrides = _overrides_by_layer(fields, source, windows)
     layers = []

@@ -71,6 +71,7 @@ def test_the_first_pairs_turn_as_if_all_did() -> None:
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2.*K and V of layers before"),
         ({"enable_moe_block": True}, "enable_moe_block = True.*experts"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types must end with full_attention"),
         ({"per_layer_config": {"4": {}}}, 'per_layer_config.*"0" to "3"'),
         ({"per_layer_config": {"1": {"sliding_window": 3}}}, "layer 1 may have head_dim and"),
         ({"per_layer_config": {"1": {"head_dim": 5}}}, "layer 1 has head_dim = 5"),
