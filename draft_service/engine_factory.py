@@ -23,6 +23,7 @@ from shared.device import (
     gpu_uuid,
     kv_dtype_name,
     max_batch_rows,
+    require_heads_fit,
     resolve_device,
     resolve_dtype,
     resolve_kv_dtype,
@@ -122,6 +123,7 @@ def create_engine(
     kv_dtype = resolve_kv_dtype(
         config.kv_cache_dtype, dtype=dtype, has_latents=model.kv_layout.has_latents
     )
+    require_heads_fit(model.kv_layout, dtype=dtype, device=device)
     progress("allocating the KV pool", LOADED)
     pool, window = make_pool(config, model, kv_dtype, device, longest=longest)
     logger.info("%s draft, window of %d tokens (0 = whole context)", kind, window)

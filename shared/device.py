@@ -6,6 +6,7 @@ import torch
 
 from shared.config import TargetConfig, WorkerConfig
 from shared.errors import ConfigError
+from shared.kv.layout import KVLayout
 
 DTYPES = {
     "float32": torch.float32,
@@ -13,6 +14,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 FP8_CACHES = ("fp8", "fp8_e4m3")
+MAX_FLOAT32_HEAD = 256
 
 
 def resolve_device(name: str) -> torch.device:
@@ -69,6 +71,21 @@ def resolve_kv_dtype(name: str, *, dtype: torch.dtype, has_latents: bool) -> tor
             "attention, whose latents are kept in its dtype; leave it out"
         )
     return torch.float8_e4m3fn
+
+
+def require_heads_fit(layout: KVLayout, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise unless a GPU's shared memory holds a tile of K and one of V.
+
+    Raises: ConfigError with the dtypes that fit.
+    """
+    if device.type == "cpu" or dtype.itemsize < 4 or layout.has_latents:
+        return
+    widest = max(shape.width for shape in layout.layers)
+    if widest > MAX_FLOAT32_HEAD:
+        raise ConfigError(
+            f"--dtype {dtype_name(dtype)} on a GPU is for heads of at most {MAX_FLOAT32_HEAD} "
+            f"values, and this model has heads of {widest}; pass --dtype bfloat16"
+        )
 
 
 def kv_dtype_name(kv_dtype: torch.dtype, dtype: torch.dtype) -> str:

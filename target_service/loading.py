@@ -13,6 +13,7 @@ from shared.config import TargetConfig
 from shared.device import (
     dtype_name,
     max_batch_rows,
+    require_heads_fit,
     resolve_device,
     resolve_dtype,
     resolve_kv_dtype,
@@ -74,6 +75,7 @@ def load_target(config: TargetConfig, progress: ProgressCallback) -> LoadedTarge
     kv_dtype = resolve_kv_dtype(
         config.kv_cache_dtype, dtype=dtype, has_latents=model_config.kv_layout.has_latents
     )
+    require_heads_fit(model_config.kv_layout, dtype=dtype, device=device)
     quantization = quantization_while_loading(
         config.quantization, checkpoint=model_config.quantization
     )

@@ -6,6 +6,7 @@ Chunks are of one tile here where the real ones are of four, so that short conte
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 
 import pytest
@@ -35,8 +36,11 @@ if not IS_INTERPRETED:
         {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64},
         {"num_heads": 16, "num_kv_heads": 1, "head_dim": 256},
     ]
+WIDE = {"num_heads": 8, "num_kv_heads": 1, "head_dim": 512}  # which fit in 16 bits
 BY_HEADS = pytest.mark.parametrize(
-    "heads", HEADS, ids=lambda heads: "-".join(map(str, heads.values()))
+    ("heads", "dtype"),
+    [*itertools.product(HEADS, DTYPES), *((WIDE, dtype) for dtype in DTYPES[1:])],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
 
 
@@ -100,7 +104,6 @@ def test_host_and_device_cut_the_same_chunks(device, chunk_tiles):
 
 @pytest.mark.kernel_only
 @pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("dtype", DTYPES)
 @BY_HEADS
 def test_splits_do_not_matter(device, heads, dtype, window):
     """Own tiles cross a tile's and a chunk's edge, contexts the first 16 chunks."""
@@ -127,7 +130,6 @@ def test_splits_do_not_matter(device, heads, dtype, window):
 
 @pytest.mark.kernel_only
 @pytest.mark.parametrize("chunk_tiles", [1, TRITON_CHUNK_TILES])
-@pytest.mark.parametrize("dtype", DTYPES)
 @BY_HEADS
 def test_a_row_across_chunks_has_the_same_bits_in_every_form(device, heads, dtype, chunk_tiles):
     """As one row, a chain, and a tree whose prefix ends before, at and after a chunk's edge."""
@@ -207,7 +209,6 @@ def test_a_step_of_many_rows_has_the_bits_of_a_split_one(device):
 
 @pytest.mark.kernel_only
 @pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("dtype", DTYPES)
 @BY_HEADS
 def test_steps_of_few_rows_per_request_have_the_bits_of_any(
     device, heads, dtype, window, monkeypatch

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shared.errors import CheckpointError
-from shared.kv.layout import CacheShape
+from shared.device import require_heads_fit
+from shared.errors import CheckpointError, ConfigError
+from shared.kv.layout import CacheShape, KVLayout
 from shared.models.config import ModelConfig
 from shared.models.layer_heads import LayerHeads
 from shared.models.rope import rope_frequencies
@@ -44,6 +46,16 @@ def test_heads_of_layers_as_published_and_as_transformers_writes_them(
     assert config.kv_layout.bytes_per_token(4) == 2 * 2 * (2 * 24 + 40) * 4
     published = {"global_head_dim": 40, "num_global_key_value_heads": 1, "per_layer_config": None}
     assert edited(target, tmp_path, **published) == config
+
+
+@pytest.mark.parametrize(("width", "fits"), [(256, True), (512, False)])
+def test_wide_heads_need_16_bits_on_a_gpu(width: int, fits: bool) -> None:  # noqa: FBT001
+    layout = KVLayout(layers=(CacheShape(num_heads=1, width=width),))
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    require_heads_fit(layout, dtype=torch.bfloat16, device=gpu)
+    require_heads_fit(layout, dtype=torch.float32, device=cpu)
+    with nullcontext() if fits else pytest.raises(ConfigError, match="float32.*heads of 512.*bfl"):
+        require_heads_fit(layout, dtype=torch.float32, device=gpu)
 
 
 def test_layers_that_are_alike_have_one_shape(target: Path, tmp_path: Path) -> None:
