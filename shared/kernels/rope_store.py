@@ -1,5 +1,6 @@
 """From the QKV product to attention: add up, norm q and k, rotate them, store k and v in pages.
 
+Of layers without K and V of their own the product is that of Q alone.
 Grid: (num_rows, groups of heads).
 """
 
@@ -31,16 +32,16 @@ def _store_halves(ptrs, first, second, in_half, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rope_store_kernel(
-    addends_ptr,  # [S, T, (Hq + 2 Hkv) * d] f32
-    bias_ptr,  # [(Hq + 2 Hkv) * d], unread unless HAS_BIAS
+    addends_ptr,  # [S, T, (Hq + 2 Hkv) * d] f32; [S, T, Hq * d] unless HAS_KV
+    bias_ptr,  # likewise, a row of them, unread unless HAS_BIAS
     q_norm_ptr,  # [d], unread unless HAS_NORM
     k_norm_ptr,  # [d], unread unless HAS_NORM
     cos_ptr,  # [T, d / 2] f32, rows angle_stride apart
     sin_ptr,  # [T, d / 2] f32, likewise
-    slot_mapping_ptr,  # [T] i32
+    slot_mapping_ptr,  # [T] i32, unread unless HAS_KV
     q_ptr,  # [T, Hq, d] mutated
-    k_cache_ptr,  # [num_slots, Hkv, d] mutated; of FP8 u8
-    v_cache_ptr,  # [num_slots, Hkv, d] mutated; of FP8 u8
+    k_cache_ptr,  # [num_slots, Hkv, d] mutated if HAS_KV; of FP8 u8
+    v_cache_ptr,  # [num_slots, Hkv, d] mutated if HAS_KV; of FP8 u8
     num_rows,
     angle_stride,
     eps,
@@ -49,6 +50,7 @@ def _rope_store_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_V_NORM: tl.constexpr,
+    HAS_KV: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -61,7 +63,7 @@ def _rope_store_kernel(
     row = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * HEADS
     HEAD_DIM: tl.constexpr = 2 * HALF
-    WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS * HAS_KV) * HEAD_DIM
     head = first_head + tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     in_half = (pair < HALF) & (head >= 0)
@@ -195,11 +197,75 @@ def rope_store(
         HAS_BIAS=bias is not None,
         HAS_NORM=norms is not None,
         HAS_V_NORM=has_v_norm,
+        HAS_KV=True,
         NUM_SPLITS=len(addends),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
         HALF_BLOCK=triton.next_power_of_2(half),
+        HEADS=heads,
+        num_warps=max(1, heads // 2),
+        **dependent_launch(addends),
+    )
+    return q
+
+
+def rope_queries(
+    addends: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Do what `rope_store` does for a layer without K and V of its own.
+
+    Args:
+        addends: [S, T, Hq * d] f32, of the product of Q.
+        bias: [Hq * d] or None.
+        norm: [d], weight of the norm of q heads.
+        dtype: Of the model.
+    Returns: q [T, Hq, d], rotated.
+    """
+    head_dim = 2 * cos.shape[1]
+    if not use_triton(addends):
+        q = sum_addends_ref(addends, bias, dtype).unflatten(-1, (-1, head_dim))
+        return apply_rope(rms_norm_ref(q, norm, eps), cos, sin)
+    assert addends.is_contiguous() and addends.dtype == torch.float32
+    assert cos.stride() == sin.stride() and cos.stride(1) == 1
+    num_rows, num_heads = addends.shape[1], addends.shape[2] // head_dim
+    q = torch.empty((num_rows, num_heads, head_dim), dtype=dtype, device=addends.device)
+    if num_rows == 0:
+        return q
+    heads = math.gcd(num_heads, _MOST_HEADS)
+    count_launch("rope_store")
+    _rope_store_kernel[(num_rows, num_heads // heads)](
+        addends,
+        addends if bias is None else bias,
+        norm,
+        norm,
+        cos,
+        sin,
+        addends,
+        q,
+        q,
+        q,
+        num_rows,
+        cos.stride(0),
+        eps,
+        None,
+        None,
+        HAS_BIAS=bias is not None,
+        HAS_NORM=True,
+        HAS_V_NORM=False,
+        HAS_KV=False,
+        NUM_SPLITS=len(addends),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=1,
+        HALF=head_dim // 2,
+        HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
         HEADS=heads,
         num_warps=max(1, heads // 2),
         **dependent_launch(addends),

@@ -66,18 +66,15 @@ class LayerRows:
         ]
         self._views = list(dict.fromkeys(views))
         self._view_of_layer = [self._views.index(view) for view in views]
-        self._configs = {
-            view: replace(
-                config,
-                rope=(view.table[0] is _Rope.LOCAL and config.local_rope) or config.rope,
-                num_kv_heads=view.num_kv_heads,
-                head_dim=view.head_dim,
-            )
-            for view in self._views
-        }
-        self._tables = {
-            view.table: RopeTable(one, context_len, device) for view, one in self._configs.items()
-        }
+        self._configs: dict[_View, ModelConfig] = {}
+        self._tables: dict[tuple[_Rope, int], RopeTable] = {}
+        for view in self._views:
+            own = replace(config, num_kv_heads=view.num_kv_heads, head_dim=view.head_dim)
+            if view.rope is _Rope.LOCAL and config.local_rope is not None:
+                own = replace(own, rope=config.local_rope)
+            self._configs[view] = own
+            if view.table not in self._tables:
+                self._tables[view.table] = RopeTable(own, context_len, device)
 
     def rows(self, inputs: ForwardInput, dtype: torch.dtype) -> list[Rows]:
         """Gather the rows' angles, and cut their attention; a layer's window may hide more.

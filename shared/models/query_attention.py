@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from shared.kernels.fp8_rows import ProductRows, rows_of, wants_fp8_rows
-from shared.kernels.linear import linear_addends, sum_addends
-from shared.kernels.rms_norm import rms_norm
-from shared.kernels.rope import apply_rope
+from shared.kernels.linear import linear_addends
+from shared.kernels.rope_store import rope_queries
 from shared.kernels.tree_attention import AttentionParams, tree_attention
 from shared.models.attention import LayerCaches, Rows
 from shared.models.checkpoint import CheckpointReader
@@ -29,7 +28,6 @@ class QueryAttention:
     ) -> None:
         self._products = reader.products
         self._eps = config.rms_norm_eps
-        self._head_dim = config.head_dim
         q_width = config.num_heads * config.head_dim
         self._q = reader.load_projection(f"{prefix}.q_proj.weight", (q_width, input_width))
         self._o = reader.load_projection(f"{prefix}.o_proj.weight", (config.hidden_size, q_width))
@@ -52,9 +50,15 @@ class QueryAttention:
         Returns: What to add to the residual stream.
         """
         k_cache, v_cache = caches
-        q = sum_addends(linear_addends(x, self._q), self._q_bias, rows_of(x).dtype)
-        q = rms_norm(q.unflatten(1, (-1, self._head_dim)), self._norm, self._eps)
-        q = apply_rope(q, rows.cos, rows.sin)
+        q = rope_queries(
+            linear_addends(x, self._q),
+            self._q_bias,
+            self._norm,
+            self._eps,
+            rows.cos,
+            rows.sin,
+            dtype=rows_of(x).dtype,
+        )
         out = tree_attention(
             q, k_cache, v_cache, rows.attention, self._params, products=self._products
         )

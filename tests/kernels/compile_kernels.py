@@ -153,7 +153,8 @@ def kernels(dtype: str):
             {"WIDTH": 1000, "BLOCK": 1024, "HAS_ROOTS": has_roots, "HAS_MULTIPLIER": has_roots},
         )
     yield from norm_kernels(dtype)
-    for weights, caches in ((values, values), ("*fp32", values), (values, "*u8")):
+    kv = [(values, values, True), ("*fp32", values, True), ("*fp32", values, False)]
+    for weights, caches, has_kv in (*kv, (values, "*u8", True)):
         factors = {} if caches == "*u8" else {"k_factor": None, "v_factor": None}
         yield (
             rope_store._rope_store_kernel,
@@ -164,7 +165,8 @@ def kernels(dtype: str):
                 **factors,
                 "HAS_BIAS": True,
                 "HAS_NORM": True,
-                "HAS_V_NORM": weights == "*fp32",
+                "HAS_V_NORM": weights == "*fp32" and has_kv,
+                "HAS_KV": has_kv,
                 "NUM_SPLITS": 2,
                 "NUM_HEADS": 32,
                 "NUM_KV_HEADS": 8,

@@ -7,7 +7,7 @@ import torch
 
 from shared.kernels.dispatch import launch_counts, use_triton
 from shared.kernels.rms_norm import rms_norm_ref
-from shared.kernels.rope_store import rope_store
+from shared.kernels.rope_store import rope_queries, rope_store
 from tests.kernels.test_rope_swiglu import rotated
 from tests.marks import first_if_interpreted
 
@@ -145,6 +145,24 @@ def test_values_are_normed_without_a_weight(device: torch.device, dtype: torch.d
     _, k, v = case.rows()
     check(case.stored(case.k), rotated(rms_norm_ref(k, norms[1].cpu(), 1e-6), case.angles))
     check(case.stored(case.v), rms_norm_ref(v, torch.ones(34), 1e-6).double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(4, 34), (3, 6), (1, 80)])
+def test_queries_alone_are_what_they_are_beside_k_and_v(
+    device: torch.device, num_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    case = Case(device, dtype, [9, 5, 20], splits=2, num_heads=num_heads, head_dim=head_dim,
+                num_kv_heads=1)  # fmt: skip
+    norm = 1 + torch.randn(head_dim).to(device)
+    bias = torch.randn(case.addends.shape[2]).to(device, dtype)
+    addends = case.addends[:, :, : num_heads * head_dim].contiguous()
+    for some_bias in (None, bias):
+        want = case.run(some_bias, (norm, norm))
+        own_bias = None if some_bias is None else some_bias[: num_heads * head_dim]
+        got = rope_queries(addends, own_bias, norm, 1e-6, case.cos, case.sin, dtype=dtype)
+        torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert launch_counts().get("rope_store", 0) == 4 * int(use_triton(case.k))
 
 
 def test_padding_goes_to_the_sink_and_only_there(device: torch.device) -> None:
