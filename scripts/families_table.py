@@ -51,6 +51,8 @@ MODELS = {
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B (its language model)",
     "Gemma4ForCausalLM": "Gemma 4 (dense, without embeddings per layer)",
     "Gemma4ForConditionalGeneration": "Gemma 4 31B (its language model)",
+    "Gemma4UnifiedForCausalLM": "Gemma 4 12B (its language model alone)",
+    "Gemma4UnifiedForConditionalGeneration": "Gemma 4 12B (its language model)",
     "GraniteForCausalLM": "Granite 3 (dense)",
     "SmolLM3ForCausalLM": "SmolLM3",
     "Olmo2ForCausalLM": "OLMo 2",
@@ -188,7 +190,7 @@ DRAFTS = (
         on_gpu=("deepseek-v3-three-mtp", "deepseek-v3-fp8", "mimo-three-mtp"),
     ),
     Draft(
-        model="Gemma 4 31B",
+        model="Gemma 4 12B, 31B",
         draft="its assistant",
         special="frozen-KV MTP: attends to K and V of two layers of the target; keeps no row of a "
         "node",

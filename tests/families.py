@@ -126,6 +126,7 @@ GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
     },
 }
+GEMMA4_UNIFIED = {name: value for name, value in GEMMA4.items() if "per_layer" not in name}
 # Layers with a rotary embedding of their own, heads of one shape and a projection of V.
 GEMMA4_PLAIN = GEMMA4 | {
     "global_head_dim": 24,
@@ -371,6 +372,22 @@ def write_gemma3_with_vision(directory: Path) -> Path:
     return write_tokenizer(directory)
 
 
+def write_gemma4_unified_with_vision(directory: Path) -> Path:
+    """Write a Gemma 4 without towers, whose embedders of images and sounds are left out."""
+    import transformers
+
+    text = _SIZES | GEMMA4_UNIFIED | {"model_type": "gemma4_unified_text", "pad_token_id": 0}
+    vision = {"model_type": "gemma4_unified_vision", "patch_size": 4, "pooling_kernel_size": 1}
+    vision |= {"mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16}
+    config = transformers.Gemma4UnifiedConfig(
+        text_config=text, vision_config=vision, audio_config=None, tie_word_embeddings=True
+    )
+    model = transformers.Gemma4UnifiedForConditionalGeneration(config)
+    fill(model, seed=0)
+    model.save_pretrained(directory)
+    return write_tokenizer(directory)
+
+
 def write_gemma4_with_vision(directory: Path) -> Path:
     """Write a Gemma 4 with a vision tower, whose config.json has the published fields of heads."""
     import transformers
@@ -394,11 +411,17 @@ def write_gemma4_with_vision(directory: Path) -> Path:
 
 
 def write_gemma4_assistant(
-    directory: Path, *, seed: int = 3, text: dict[str, Any] | None = None, **fields: Any
+    directory: Path,
+    *,
+    seed: int = 3,
+    name: str = "Gemma4",
+    text: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> Path:
     """Write a draft for a `GEMMA4` that attends to its K and V.
 
     Args:
+        name: "Gemma4Unified": for one of those.
         text: Fields of its layers, beside those of the target.
         fields: Of config.json, beside its layers.
     """
@@ -407,14 +430,17 @@ def write_gemma4_assistant(
     layers = ["sliding_attention", "sliding_attention", "full_attention"]
     own = {"model_type": "gemma4_text", "hidden_size": 32, "num_hidden_layers": 3}
     own |= {"layer_types": layers, "num_attention_heads": 2, "num_kv_shared_layers": 3}
-    config = transformers.Gemma4AssistantConfig(
-        text_config=_SIZES | GEMMA4 | own | (text or {}),
+    target = GEMMA4
+    if name == "Gemma4Unified":
+        target, own["model_type"] = GEMMA4_UNIFIED, "gemma4_unified_text"
+    config = getattr(transformers, f"{name}AssistantConfig")(
+        text_config=_SIZES | target | own | (text or {}),
         backbone_hidden_size=_SIZES["hidden_size"],
         tie_word_embeddings=True,
         **fields,
     )
     with kv_sharing():
-        model = transformers.Gemma4AssistantForCausalLM(config)
+        model = getattr(transformers, f"{name}AssistantForCausalLM")(config)
         fill(model, seed)
         for name, parameter in model.named_parameters():
             if "q_norm" in name:  # or each row sees one token alone, from anywhere
@@ -464,6 +490,9 @@ def kv_sharing() -> Iterator[None]:
     and of one whose layers all have their own no layer stores them.
     """
     from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+    from transformers.models.gemma4_unified.configuration_gemma4_unified import (
+        Gemma4UnifiedTextConfig,
+    )
 
     def modes(config: Any) -> list[str | None]:
         kinds = config.layer_types
@@ -471,7 +500,11 @@ def kv_sharing() -> Iterator[None]:
             return ["reuse"] * len(kinds)
         return [None if kind in kinds[i + 1 :] else "store" for i, kind in enumerate(kinds)]
 
-    with mock.patch.object(Gemma4TextConfig, "kv_sharing_modes", property(modes)):
+    patched = [
+        mock.patch.object(one, "kv_sharing_modes", property(modes))
+        for one in (Gemma4TextConfig, Gemma4UnifiedTextConfig)
+    ]
+    with patched[0], patched[1]:
         yield
 
 
@@ -564,6 +597,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "gemma4": lambda d: write(d, "gemma4_text", **GEMMA4),
     "gemma4-plain": lambda d: write(d, "gemma4_text", **GEMMA4_PLAIN),
     "gemma4-with-vision": write_gemma4_with_vision,
+    "gemma4-unified": lambda d: write(d, "gemma4_unified_text", **GEMMA4_UNIFIED),
+    "gemma4-unified-with-vision": write_gemma4_unified_with_vision,
     "olmo3": lambda d: write(d, "olmo3", **OLMO3),
     "exaone4": lambda d: write(d, "exaone4", **EXAONE4),
     "ministral": lambda d: write(d, "ministral", **MINISTRAL),

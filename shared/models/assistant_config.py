@@ -12,8 +12,12 @@ from shared.kv.layout import CacheShape, KVLayout
 from shared.models.config_fields import refuse_fields, require_int
 from shared.models.decoder_config import ModelConfig, parse_model_config, read_config_json
 
-ASSISTANT_ARCHITECTURES = ("Gemma4AssistantForCausalLM",)
-_FAMILY = "Gemma4ForCausalLM"
+ASSISTANT_ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+# What its layers call themselves -> the family that they are of.
+_LAYER_FAMILIES = {
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
+}
 _REASONS = {"use_double_wide_mlp": "MLPs would be twice as wide"}
 
 
@@ -60,9 +64,10 @@ class AssistantConfig:
         """
         fields, source = read_config_json(directory), f"{directory / 'config.json'}"
         text = fields.get("text_config")
-        if not isinstance(text, dict) or text.get("model_type") != "gemma4_text":
+        if not isinstance(text, dict) or text.get("model_type") not in _LAYER_FAMILIES:
             raise CheckpointError(
-                f"{source}: text_config must be an object of model_type 'gemma4_text', got {text!r}"
+                f"{source}: text_config must be an object of model_type "
+                f"{' or '.join(_LAYER_FAMILIES)}, got {text!r}"
             )
         place = f"{source}: text_config"
         refuse_fields(text, place, {"use_double_wide_mlp": (False,)}, _REASONS)
@@ -75,7 +80,7 @@ class AssistantConfig:
         tied = fields.get("tie_word_embeddings", True)
         dtype = fields.get("dtype") or text.get("dtype")
         own = {"num_kv_shared_layers": 0, "tie_word_embeddings": tied, "dtype": dtype}
-        decoder = parse_model_config({**text, **own}, place, _FAMILY)
+        decoder = parse_model_config({**text, **own}, place, _LAYER_FAMILIES[text["model_type"]])
         windows = decoder.layer_windows or (decoder.sliding_window,) * num_layers
         seen = tuple(window and window + 1 for window in windows)
         return cls(

@@ -239,7 +239,7 @@ _GEMMA3 = replace(
     implemented=("final_logit_softcapping",),
     defaults={**_GEMMA_DEFAULTS, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
 )
-_GEMMA4 = Family(
+_GEMMA4_UNIFIED = Family(
     window=Window.PATTERN,
     window_period=6,
     has_own_head_dim=True,
@@ -256,19 +256,16 @@ _GEMMA4 = Family(
     activation_field="hidden_activation",
     implemented=("attention_multiplier", "final_logit_softcapping"),
     refused={
-        "hidden_size_per_layer_input": (0,),
         "num_kv_shared_layers": (0,),
-        "enable_moe_block": (False,),
         "use_bidirectional_attention": ("vision",),  # images alone are seen so
     },
     defaults={
         "attention_multiplier": 1.0,
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size_per_layer_input": 256,
         "tie_word_embeddings": True,
-        "sliding_window": 512,
-        "max_position_embeddings": 131_072,
+        "sliding_window": 1024,
+        "max_position_embeddings": 262_144,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             "full_attention": {
@@ -277,6 +274,20 @@ _GEMMA4 = Family(
                 "rope_theta": 1_000_000.0,
             },
         },
+    },
+)
+_GEMMA4 = replace(
+    _GEMMA4_UNIFIED,
+    refused={
+        **_GEMMA4_UNIFIED.refused,
+        "hidden_size_per_layer_input": (0,),
+        "enable_moe_block": (False,),
+    },
+    defaults={
+        **_GEMMA4_UNIFIED.defaults,
+        "hidden_size_per_layer_input": 256,
+        "sliding_window": 512,
+        "max_position_embeddings": 131_072,
     },
 )
 _QWEN3_VL = Family(
@@ -348,6 +359,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": replace(_GEMMA4, text_type="gemma4_text"),
+    "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
+    "Gemma4UnifiedForConditionalGeneration": replace(
+        _GEMMA4_UNIFIED, text_type="gemma4_unified_text"
+    ),
     "GraniteForCausalLM": replace(
         _LLAMA, implemented=MULTIPLIERS, defaults={"attention_multiplier": 1.0}
     ),

@@ -33,7 +33,7 @@ _VISION_EXTRAS = tuple(
     for prefix in ("", "model.")
     for name in (
         *("vision_tower", "multi_modal_projector", "visual"),
-        *("embed_vision", "audio_tower", "embed_audio"),
+        *("embed_vision", "audio_tower", "embed_audio", "vision_embedder"),
     )
 )
 

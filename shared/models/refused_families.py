@@ -30,8 +30,6 @@ REFUSED: Mapping[str, str] = {
     "GlmMoeDsaForCausalLM": _INDEXER,
     "MiMoV2FlashForCausalLM": "K/V heads of other numbers in layers with a window, and values "
     "narrower than keys",
-    "Gemma4UnifiedAssistantForCausalLM": "layers that attend to K and V of a target, Gemma 4 "
-    "Unified, that is not served",
     "Gemma3nForCausalLM": _GEMMA_3N,
     "Gemma3nForConditionalGeneration": _GEMMA_3N,
     "LongcatFlashForCausalLM": "two attentions in a layer, and experts that return their input",

@@ -42,9 +42,12 @@ class Oracle:
     def __init__(self, target: Path, draft: Path) -> None:
         with families.kv_sharing():
             self.target = load_transformers(target)
-            self.draft = transformers.Gemma4AssistantForCausalLM.from_pretrained(
-                draft, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+            name = json.loads((draft / "config.json").read_text())["architectures"][0]
+            self.draft = (
+                getattr(transformers, name)
+                .from_pretrained(draft, dtype=torch.float32, attn_implementation="eager")
+                .eval()
+            )
         self.embedding = self.target.get_input_embeddings()
 
     def read(self, token_ids: list[int]) -> tuple[dict[str, Any], torch.Tensor]:
@@ -138,6 +141,20 @@ def test_a_row_has_the_targets_kv_and_its_final_hidden_state(
     assert runner.draft.kv_layout.layers == shapes
 
 
+def test_a_unified_target_has_such_a_draft_as_well(tmp_path: Path) -> None:
+    fields = families.GEMMA4_UNIFIED
+    target = families.write(tmp_path / "target", "gemma4_unified_text", **fields)
+    draft = families.write_gemma4_assistant(tmp_path / "draft", name="Gemma4Unified")
+    oracle, runner, ids = Oracle(target, draft), Runner(target, draft), tokens_of(NUM_TOKENS)
+    assert runner.draft.kind is DraftKind.FROZEN_KV_MTP
+    hidden = runner.extend(ids, 33)
+    kv, features = oracle.read(ids[:33])
+    want, parent = oracle.guess(kv, ids[33], features[-1], 33)
+    assert_close(runner.draft.logits(hidden), want[None])
+    below = runner.draft.logits(runner.deepen([7], hidden, 1))
+    assert_close(below, oracle.guess(kv, 7, parent, 33)[0][None])
+
+
 @pytest.mark.parametrize("chunks", [(40,), (1, 1, 2, 17, 3, 16), (19, 1, 1, 1, 18)])
 def test_guesses_are_those_of_transformers(
     directories: tuple[Path, Path], oracle: Oracle, chunks: tuple[int, ...]
@@ -221,13 +238,12 @@ def test_what_it_reads_is_found_by_the_architecture(directories: tuple[Path, Pat
         ({"use_ordered_embeddings": True}, "num_centroids = 2048 must divide vocab_size = "),
         ({"backbone_hidden_size": 48}, "backbone_hidden_size = 48, but the target's is 64"),
         ({"backbone_hidden_size": None}, "backbone_hidden_size must be a positive"),
-        ({"text_config": {"model_type": "gemma3_text"}}, "text_config must be .*gemma4_text"),
+        ({"text_config": {"model_type": "gemma3_text"}}, "must be .*gemma4_text or gemma4_un"),
         ({"text_config": {"use_double_wide_mlp": True}}, "use_double_wide_mlp = True"),
         ({"text_config": {"num_kv_shared_layers": 1}}, "num_kv_shared_layers = 1 must be"),
         ({"text_config": {"vocab_size": 100}}, "vocab_size = 100, but the target's"),
         ({"text_config": {"head_dim": 32}}, "layer 0 has .*head_dim = 32, but layer 2 of the tar"),
         ({"text_config": {"per_layer_config": {}}}, "layer 2 has .*but layer 3 of the target"),
-        ({"architectures": ["Gemma4UnifiedAssistantForCausalLM"]}, "Unified, that is not served"),
     ],
 )
 def test_what_does_not_fit_is_named(
