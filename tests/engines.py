@@ -346,11 +346,13 @@ class PoisonedPair(LocalPair):
 
 
 def committed_kv(engine: TargetEngine | DraftEngine, request_id: str, count: int) -> torch.Tensor:
-    """Return K and V of a request's first `count` slots. [2 * num_layers, count, Hkv, d]."""
+    """Return K and V of a request's first `count` slots, those of all layers beside each other.
+    [count, any]
+    """
     pool = pool_of(engine)
     req_idx = engine.requests[request_id].req_idx
     slots = torch.from_numpy(pool.slots(req_idx, np.arange(count)).astype(np.int64))
-    return torch.stack([cache[slots] for cache in pool.caches])
+    return torch.cat([cache[slots].flatten(1) for cache in pool.caches], dim=1)
 
 
 def prefilled_kv(target: TargetEngine, token_ids: Sequence[int]) -> torch.Tensor:

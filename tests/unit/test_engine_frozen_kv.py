@@ -1,4 +1,4 @@
-"""Engines with a draft that attends to its target's K and V: guesses are those of transformers."""
+"""Engines with a draft that attends to its target's K and V: trees are those of transformers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.messages import TreeShape
+from shared.messages import SamplingParams, TreeShape
 from tests import families
-from tests.engines import Models, Pairing, PoisonedPair, make_draft, make_target, random_tokens
+from tests.engines import (
+    SHAPES,
+    Models,
+    Pairing,
+    PoisonedPair,
+    make_draft,
+    make_target,
+    random_tokens,
+)
 from tests.local_pair import LocalRequest
+from tests.reference.causal_lm import DenseOutput
+from tests.reference.drafts import Row
+from tests.reference.trees import draft_tree
 from tests.unit.test_models_frozen_kv import Oracle
 
 CHAIN = TreeShape(num_steps=5, topk=1, num_draft_tokens=6)
@@ -67,6 +78,74 @@ def test_every_chain_of_a_conversation_is_what_transformers_guesses(
     accepted = [path.num_accepted_drafts for request in requests for path in request.paths[1:]]
     if agrees:
         assert 0.3 < sum(accepted) / len(accepted) < CHAIN.num_steps
+
+
+class Assistant:
+    """transformers' assistant as a ReferenceDraft. What it computes of a row is one vector: logits,
+    and behind them the hidden state of its children.
+    """
+
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle = oracle
+        self._width = oracle.draft.config.backbone_hidden_size
+
+    def true_rows(self, token_ids: list[int], target: DenseOutput) -> list[Row]:  # noqa: ARG002
+        """Return the row of the root alone: nothing else depends on those before."""
+        self._root = len(token_ids) - 1
+        self._kv, features = self._oracle.read(token_ids[:-1])
+        return [Row(token_id=token_ids[-1], position=self._root, recurrent=features[-1])]
+
+    def hidden(self, rows: list[Row]) -> torch.Tensor:
+        assert rows[-1].recurrent is not None
+        hidden = rows[-1].recurrent[-self._width :]
+        return torch.cat(self._oracle.guess(self._kv, rows[-1].token_id, hidden, self._root))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[: -self._width]
+
+
+@pytest.mark.parametrize("agrees", [True, pytest.param(False, marks=pytest.mark.slow)])
+@torch.inference_mode()
+def test_trees_of_any_shape_are_those_that_transformers_would_grow(
+    models: Models,
+    agrees: bool,  # noqa: FBT001
+) -> None:
+    """Greedily and sampled, in one batch; the first tree of a request and its last one."""
+    pairing = pairing_of(models, agrees=agrees)
+    reference, rng = Assistant(Oracle(pairing.target, pairing.draft)), random.Random(5)
+    requests = [
+        LocalRequest(
+            prompt=random_tokens(rng, rng.choice([1, 2, 7, 26])),
+            max_new_tokens=11,
+            shape=shape,
+            sampling=SamplingParams(temperature=temperature, seed=i),
+        )
+        for i, shape in enumerate(SHAPES)
+        for temperature in (0.0, 0.7)
+    ]
+    target = make_target(pairing, page_size=4, prefill_chunk_len=11)
+    PoisonedPair(target, make_draft(pairing, page_size=2)).run(requests)
+    nothing = DenseOutput(layers=[], final=torch.empty(0), logits=torch.empty(0))
+    num_same = 0
+    for request in requests:
+        for tree in (request.trees[0], request.trees[-1]):
+            assert request.shape is not None
+            want = draft_tree(
+                reference,
+                request.tokens[: tree.seq_len + 1],
+                nothing,
+                num_steps=request.shape.num_steps,
+                topk=request.shape.topk,
+                num_draft_tokens=request.shape.num_draft_tokens,
+                temperature=request.sampling.temperature,
+                seed=request.sampling.seed,
+            )
+            if want.margin < TIE:
+                continue
+            num_same += 1
+            assert (tree.token_ids, tree.parent_index) == (want.token_ids, want.parent_index)
+            assert tree.cumulative_logprobs == pytest.approx(want.scores, abs=TIE)
+    assert num_same > len(requests), "too many trees were too close to call"
 
 
 @torch.inference_mode()
