@@ -141,7 +141,7 @@ _HEADS = "unit/test_engine_heads.py::test_a_wide_head_of_experts_changes_no_toke
 _FAMILIES = "unit/test_engine_families.py::test_speculation_changes_no_token"
 _GLM = "unit/test_models_glm_mtp.py"
 _FROZEN_KV = (
-    "unit/test_engine_frozen_kv.py::test_every_chain_of_a_conversation_is_what_transformers_guesses"
+    "unit/test_engine_frozen_kv.py::test_trees_of_any_shape_are_those_that_transformers_would_grow"
 )
 DRAFTS = (
     Draft(
@@ -196,7 +196,7 @@ DRAFTS = (
         "node",
         equals=(
             "unit/test_models_frozen_kv.py::test_guesses_are_those_of_transformers[chunks1]",
-            f"{_FROZEN_KV}[False]",
+            f"{_FROZEN_KV}[True]",
         ),
         exact=(
             "unit/test_engine_exactness.py::test_output_equals_the_solo_plain_run[frozen_kv_mtp-4]",
