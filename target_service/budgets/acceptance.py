@@ -25,7 +25,8 @@ from shared.messages import TreeShape
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# Ease of the classes into which requests fall: from one draft in 14 accepted to all of them.
+# Ease of the classes into which requests fall: from one draft in 14 accepted to all of them. Those
+# of the first class get no tree: what it costs is not known so well that less could pay for it.
 _LEAST_EASE, _MOST_EASE = -2.6, 1.4
 _CLASS_WIDTH = 0.125
 NUM_CLASSES = 1 + round((_MOST_EASE - _LEAST_EASE) / _CLASS_WIDTH)
@@ -148,13 +149,14 @@ class Acceptance:
 
     def gains(self) -> Floats:
         """Return [NUM_CLASSES, rungs], the tokens that a round of each class is expected to bring:
-        1 at rung 0, and more the higher the rung.
+        1 at rung 0, and more the higher the rung, but for the first class.
         """
         ease = np.linspace(_LEAST_EASE, _MOST_EASE, NUM_CLASSES)
         link = ease[:, None, None] + self._rung_offset[:, None] + self._depth_offset
         chance = 1.0 - np.exp(-np.exp(_clipped(link, -4.0, 2.0)))  # [C, R, D]
         chance *= self._depth <= self._num_steps[:, None]
         gains = 1.0 + np.cumprod(chance, axis=2).sum(axis=2)
+        gains[0] = 1.0
         return np.maximum.accumulate(gains, axis=1)
 
     def _learn_ease(self, slots: Ints, score: Floats, information: Floats) -> None:
@@ -167,7 +169,8 @@ class Acceptance:
     def _learn_mean(self, score: float, information: float) -> None:
         self._mean_evidence = _MEAN_EVIDENCE_KEPT * self._mean_evidence + information
         step = _MEAN_DAMPING * score / (self._mean_evidence + _MEAN_PRIOR)
-        self._mean += min(max(step, -_MOST_STEP), _MOST_STEP)
+        mean = self._mean + min(max(step, -_MOST_STEP), _MOST_STEP)
+        self._mean = max(mean, _LEAST_EASE)  # from further down it would take long to come back
 
     def _learn_depths(self, score: Floats, information: Floats) -> None:
         """Fit the offsets of depths but the first, which is that of the requests' ease."""

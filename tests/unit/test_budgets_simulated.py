@@ -415,8 +415,21 @@ def test_a_draft_that_does_not_pay_costs_little(case: str, count: int) -> None:
     assert np.mean(parts) >= 0.985
 
 
-def test_texts_that_become_easy_get_trees_again() -> None:
-    world = World(np.full(32, 0.02))
+@pytest.mark.parametrize("count", [1, 8, *exhaustive([2, 4, 32, 128])])
+def test_a_draft_of_which_nothing_is_accepted_costs_little_even_if_it_takes_little(
+    count: int,
+) -> None:
+    """What its trees take was less than expected, and rounds without them were never seen."""
+    world = World(np.zeros(count), draft_factor=0.3)
+    budget = budget_of(world)
+    adaptive_rate(world, num_rounds=300, budget=budget)
+    rate = adaptive_rate(world, num_rounds=1000, budget=budget)
+    assert rate >= 0.99 * fixed_rate(world, 0)
+
+
+@pytest.mark.parametrize("hard", [0.0, 0.02])
+def test_texts_that_become_easy_get_trees_again(hard: float) -> None:
+    world = World(np.full(32, hard))
     budget = budget_of(world)
     adaptive_rate(world, budget=budget)
     assert not budget.rungs.any()
