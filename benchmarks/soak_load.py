@@ -169,8 +169,8 @@ class Load:
             output.take(event)
             if reading == "cancelled" and len(output.token_ids) > wanted:
                 break
-            if reading == "read slowly":
-                time.sleep(rng.choice([0.0, 0.01, 0.1, rng.uniform(0.0, MAX_PAUSE_S)]))
+            if reading == "read slowly":  # until no request comes any more
+                self._is_over.wait(rng.choice([0.0, 0.01, 0.1, rng.uniform(0.0, MAX_PAUSE_S)]))
         stream.close()
         output.check(plain)
         return reading, len(output.token_ids)
