@@ -304,12 +304,10 @@ def _pair_gpus(up: UpConfig, given: Mapping[str, Any]) -> tuple[str, ...]:
             )
     if "none" in (up.draft_model, up.algorithm):
         raise ConfigError("--pair-gpus needs a draft; for targets alone use --target-gpus")
-    if up.pair_gpus != "all":
-        return split_list(up.pair_gpus)
     gpus = tuple(list_machine_gpus())
     if not gpus:
-        raise ConfigError("--pair-gpus is all, and this machine shows no GPU")
-    return gpus
+        raise ConfigError(f"--pair-gpus is {up.pair_gpus}, and this machine shows no GPU")
+    return gpus if up.pair_gpus == "all" else split_list(up.pair_gpus)
 
 
 def _num_drafts(up: UpConfig, given: Mapping[str, Any]) -> int:

@@ -182,7 +182,8 @@ def test_a_pair_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"num_targets": 2}, "--num-targets"),
         ({"draft_gpus": "1"}, "--draft-gpus"),
         ({"draft_model": "none"}, "needs a draft"),
-        ({"pair_gpus": "all"}, "shows no GPU"),
+        ({}, "is 0,1, and this machine shows no GPU"),
+        ({"pair_gpus": "all"}, "is all, and this machine shows no GPU"),
     ],
 )
 def test_pairs_are_not_placed_twice(
