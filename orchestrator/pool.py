@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -262,18 +262,11 @@ class WorkerPool:
         beside it: what they share in memory is faster than any network. Of several the least
         loaded one.
         """
-        drafts = [
-            draft
-            for draft in self._drafts
-            if draft.is_available
-            and not draft.load.num_waiting
-            and not pair_problem(target.info, draft.info)
-        ]
         return min(
-            drafts,
+            self._drafts_for(target),
             key=lambda draft: (
                 draft.address in avoid,
-                draft.info.gpu != target.info.gpu,
+                not target.info.gpu or draft.info.gpu != target.info.gpu,
                 draft.host != target.host,
                 draft.num_requests,
                 -draft.free_share,
@@ -281,13 +274,20 @@ class WorkerPool:
             default=None,
         )
 
+    def _drafts_for(self, target: WorkerSession) -> Iterator[WorkerSession]:
+        """Yield the drafts that fit the target and have room."""
+        for draft in self._drafts:
+            has_room = draft.is_available and not draft.load.num_waiting
+            if has_room and not pair_problem(target.info, draft.info):
+                yield draft
+
     def _open(self, worker: WorkerSession, group: list[WorkerSession], problem: str) -> str:
         self.fates.note_answer(worker)
         twin = next((w for w in group if w.info.incarnation == worker.info.incarnation), None)
         if twin is not None:
             problem = f"it is the same process as {twin.address}"
         worker.on_load = self._load_changed
-        worker.loads = self._loads
+        worker.share_loads(self._loads)
         worker.problem = problem
         if problem:
             self._refused.append(worker)
@@ -356,7 +356,7 @@ class WorkerPool:
         def cost(worker: WorkerSession) -> tuple[bool, bool, bool, int, float]:
             return (
                 worker.address in need.avoid,
-                need.wants_draft and self.pick_draft(worker) is None,
+                need.wants_draft and next(self._drafts_for(worker), None) is None,
                 favourite is not None and worker.address != favourite,
                 worker.num_requests,
                 -worker.free_share,

@@ -3,8 +3,9 @@
     parent       holds the port, starts the processes, starts again one that dies; serves nothing
     process      a whole orchestrator: sessions to all workers, admission, health
 
-The processes share the limits of requests admitted at once, and nothing else. The health that one
-of them tells is its own. Requests of one connection are served by one process.
+The processes share the limits of requests admitted at once, and how many of them each has at which
+worker. The health that one of them tells is its own. Requests of one connection are served by one
+process.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class SharedLoads:
         word = _word(address)
         place = self._find(own, word)
         if place is None and num_requests:
-            place = next((place for place in own if not self.counts[place]), None)
+            home = own[word % MAX_WORKERS]
+            place = next((place for place in (home, *own) if not self.counts[place]), None)
         if place is not None:  # the count first: an entry of another worker must not have it
             self.counts[place] = 0
             self.workers[place] = word
@@ -63,6 +64,9 @@ class SharedLoads:
             self.counts[place] = 0
 
     def _find(self, places: range, word: int) -> int | None:
+        home = places[word % MAX_WORKERS]
+        if self.workers[home] == word:
+            return home
         try:
             return places.start + self.workers[places.start : places.stop].index(word)
         except ValueError:

@@ -216,6 +216,11 @@ class WorkerSession:
         waits = (handler.waits_since for handler in self._handlers.values())
         return min((since for since in waits if since is not None), default=None)
 
+    def share_loads(self, loads: SharedLoads | None) -> None:
+        """Count what other processes of this orchestrator have here from now on."""
+        self.loads = loads
+        self._note_load(self.load)
+
     def attach(self, request_id: str, handler: Handler) -> None:
         """Hand replies about a request to a handler from now on; it replaces the former one."""
         if self.is_lost:  # since it was chosen

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from shared.kernels.mailbox_trees import TakenTrees
+from shared.kernels.mailbox_trees import TakenTrees, num_nodes_of
 from shared.kernels.tree_attention import few_rows_of
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES, FeatureSpec
+from shared.models.config import ModelConfig
 from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
 from shared.step.buckets import buckets_up_to
@@ -83,6 +84,8 @@ class TargetRunner:
         """When the last step ended that was read."""
         self.graphs = GraphCache(pool.device)
         self.pads_rows = self.graphs.is_capturing  # then steps are padded up to buckets
+        self.few_rows = _few_rows_of(model.config)
+        """Rows of each request, at most, of a step that is captured apart; 0: no step is."""
         self.padded, self._captured = self._place_rows()
         """Where padded forwards leave their rows, and verifies look for them."""
         self._verifier = Verifier(
@@ -127,17 +130,6 @@ class TargetRunner:
     def window(self) -> int:
         """Return the sliding window of the model's attention, tokens; 0 = none."""
         return self.model.config.sliding_window
-
-    @property
-    def few_rows(self) -> int:
-        """Return how many rows each request of a step has at most that is captured apart; 0: no
-        step is.
-        """
-        config = self.model.config
-        if config.latent is not None:
-            return 0
-        shapes = config.kv_layout.layers
-        return min(few_rows_of(config.num_heads, shape.num_heads) for shape in shapes)
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -334,7 +326,14 @@ def _read_taken(read: ReadBack, batch: StepBatch, verified: VerifyOutput) -> Non
     if token_ids is None or parents is None:
         return
     assert trees is not None
-    read.add("num_nodes", (parents >= -1).sum(dim=1))
+    read.add("num_nodes", num_nodes_of(parents))
     if any([request.open.wants_trees for request in trees.requests[: trees.num_on_device]]):
         read.add("taken_token_ids", token_ids)
         read.add("taken_parents", parents)
+
+
+def _few_rows_of(config: ModelConfig) -> int:
+    if config.latent is not None:
+        return 0
+    shapes = set(config.kv_layout.layers)
+    return min(few_rows_of(config.num_heads, shape.num_heads) for shape in shapes)

@@ -113,7 +113,7 @@ def read_schedule(path: str, *, seed: int) -> list[Arrival]:
             prompt=tuple(row["token_ids"]),
             max_new_tokens=row["max_new_tokens"],
             seed=seed + index,
-            temperature=row.get("temperature"),
+            temperature=float(row["temperature"]) if "temperature" in row else None,
         )
         arrivals.append(arrival)
     return sorted(arrivals, key=lambda arrival: arrival.at_s)
@@ -151,8 +151,9 @@ def _problem_of(row: Any) -> str:
         return 'has no "token_ids", expected a list of whole numbers'
     if not isinstance(length, int) or length < 1:
         return f'has "max_new_tokens" {length!r}, expected at least 1'
-    temperature = row.get("temperature", 0)
-    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
+    temperature = row.get("temperature", 0.0)
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not is_number or not 0 <= temperature < float("inf"):
         return f'has "temperature" {temperature!r}, expected 0 or more'
     return ""
 

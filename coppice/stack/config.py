@@ -108,8 +108,8 @@ class UpConfig:
     allow_inexact: bool = option_of(TargetConfig, "allow_inexact")
     pair_gpus: str = option(
         "",
-        "GPUs, e.g. 0,1, that get a target and a draft each, which serve each other: the most "
-        "tokens per second that GPUs can have; all = every GPU of the machine",
+        "GPUs, e.g. 0,1, that get a target and a draft each, which serve each other: more tokens "
+        "per second than a GPU for each worker; all = every GPU of the machine",
     )
     target_gpus: str = option("", "GPU of each target in turn, e.g. 0,1; empty = the first")
     draft_gpus: str = option("", "GPU of each draft in turn; may be the target's; empty = any")
@@ -297,7 +297,7 @@ def _pair_gpus(up: UpConfig, given: Mapping[str, Any]) -> tuple[str, ...]:
     if not up.pair_gpus:
         return ()
     for name in ("num_targets", "num_drafts", "target_gpus", "draft_gpus"):
-        if given.get(name):
+        if given.get(name) not in (None, ""):
             raise ConfigError(
                 f"--pair-gpus says how many workers there are, and where: leave out "
                 f"--{name.replace('_', '-')}"
@@ -307,7 +307,10 @@ def _pair_gpus(up: UpConfig, given: Mapping[str, Any]) -> tuple[str, ...]:
     gpus = tuple(list_machine_gpus())
     if not gpus:
         raise ConfigError(f"--pair-gpus is {up.pair_gpus}, and this machine shows no GPU")
-    return gpus if up.pair_gpus == "all" else split_list(up.pair_gpus)
+    named = gpus if up.pair_gpus == "all" else split_list(up.pair_gpus)
+    if not named:
+        raise ConfigError(f"--pair-gpus is {up.pair_gpus!r}, which names no GPU")
+    return named
 
 
 def _num_drafts(up: UpConfig, given: Mapping[str, Any]) -> int:

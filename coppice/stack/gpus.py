@@ -45,30 +45,47 @@ def gpus_of_workers(config: StackConfig) -> list[str]:
     return gpus
 
 
-def shared_gpus(gpus: Sequence[str]) -> set[str]:
-    """Return the GPUs that several workers are given.
+def places_of(config: StackConfig, gpus: Sequence[str]) -> list[str]:
+    """Return which GPU that is, likewise: its uuid, if the machine shows one; "": nobody knows, as
+    of a worker that leases one, which nobody else gets.
 
     Args:
-        gpus: Of each worker, index or uuid; "" = any, which says nothing.
+        gpus: What `gpus_of_workers` returned.
     """
-    return {gpu for gpu, count in Counter(gpus).items() if gpu and count > 1}
+    found = list_machine_gpus() if any(map(str.isdecimal, gpus)) else []
+    places: list[str] = []
+    workers = [config.target] * config.num_targets + [config.draft] * config.num_drafts
+    for worker, gpu in zip(workers, gpus, strict=True):
+        is_index = gpu.isdecimal() and int(gpu) < len(found)
+        place = found[int(gpu)] if is_index else gpu
+        places.append("" if worker.gpu_lease_dir else place)
+    return places
 
 
-def on_gpu(worker: Worker, gpu: str, *, alike: Sequence[str], others: Sequence[str]) -> Worker:
-    """Return a worker's configuration with its GPU, and with less memory where that is shared.
+def shared_gpus(places: Sequence[str]) -> set[str]:
+    """Return the GPUs that several workers have.
 
     Args:
-        alike: GPUs of all workers of its role, its own included.
-        others: Those of the other role's.
+        places: Of each worker; "" says nothing.
     """
-    worker = replace(worker, gpus=gpu)
-    if gpu not in shared_gpus([*alike, *others]):
+    return {place for place, count in Counter(places).items() if place and count > 1}
+
+
+def on_gpu(worker: Worker, place: str, *, alike: Sequence[str], others: Sequence[str]) -> Worker:
+    """Return a worker's configuration on a GPU, with less memory where that is shared.
+
+    Args:
+        place: Where it is, of `places_of`.
+        alike: Where all workers of its role are, its own place included.
+        others: Where those of the other role are.
+    """
+    if place not in shared_gpus([*alike, *others]):
         return worker
     worker = replace(worker, gpu_is_shared=True)
     if worker.num_pages or worker.kv_memory_fraction != WorkerConfig.kv_memory_fraction:
         return worker
     share = TARGET_KV_FRACTION if isinstance(worker, TargetConfig) else DRAFT_KV_FRACTION
-    return replace(worker, kv_memory_fraction=share / alike.count(gpu))
+    return replace(worker, kv_memory_fraction=share / alike.count(place))
 
 
 def _takes_any_gpu(worker: TargetConfig | DraftConfig) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from coppice.health import HealthProbe
 from coppice.stack.config import LOOPBACK, StackConfig
-from coppice.stack.gpus import gpus_of_workers, on_gpu, shared_gpus
+from coppice.stack.gpus import gpus_of_workers, on_gpu, places_of, shared_gpus
 from coppice.stack.mps import MultiProcessService
 from coppice.stack.ports import dialled, free_ports, is_taken, require_free
 from coppice.stack.process import POLL_INTERVAL_S, ServiceFailedError, ServiceProcess, ServiceState
@@ -80,7 +80,7 @@ class Stack:
         self._on_state = on_state
         self._mps = MultiProcessService(lambda line: on_log("mps", line))
         self.services: dict[str, ServiceProcess] = {}
-        self._gpu_of: dict[str, str] = {}
+        self._place_of: dict[str, str] = {}
         self._metrics_at: dict[str, tuple[str, int]] = {}
 
     @property
@@ -146,21 +146,23 @@ class Stack:
         config = self.config
         num_workers = config.num_targets + config.num_drafts
         gpus = gpus_of_workers(config)
-        target_gpus, draft_gpus = gpus[: config.num_targets], gpus[config.num_targets :]
-        self._gpu_of = dict(zip(self._worker_names, gpus, strict=True))
+        places = places_of(config, gpus)
+        of_targets, of_drafts = places[: config.num_targets], places[config.num_targets :]
+        self._place_of = dict(zip(self._worker_names, places, strict=True))
         front = config.orchestrator
         with free_ports(num_workers + 5) as reserved:
             ports = iter(reserved)
         num_processes = max(1, front.workers)
         metrics_ports = itertools.count(config.metrics_port + num_processes)
-        for index, gpu in enumerate(target_gpus):
-            target = on_gpu(config.target, gpu, alike=target_gpus, others=draft_gpus)
-            target = replace(target, host=LOOPBACK, port=next(ports))
+        for index, place in enumerate(of_targets):
+            target = on_gpu(config.target, place, alike=of_targets, others=of_drafts)
+            target = replace(target, host=LOOPBACK, port=next(ports), gpus=gpus[index])
             target = self._with_metrics(f"target-{index}", target, metrics_ports)
             self._add(f"target-{index}", "target", target, TARGET_SERVICE)
-        for index, gpu in enumerate(draft_gpus):
-            draft = on_gpu(config.draft, gpu, alike=draft_gpus, others=target_gpus)
-            draft = replace(draft, host=LOOPBACK, port=next(ports))
+        for index, place in enumerate(of_drafts):
+            draft = on_gpu(config.draft, place, alike=of_drafts, others=of_targets)
+            gpu = gpus[config.num_targets + index]
+            draft = replace(draft, host=LOOPBACK, port=next(ports), gpus=gpu)
             draft = self._with_metrics(f"draft-{index}", draft, metrics_ports)
             self._add(f"draft-{index}", "draft", draft, DRAFT_SERVICE)
         orchestrator = replace(
@@ -277,11 +279,11 @@ class Stack:
 
     def _start_mps(self) -> None:
         """Start what workers that share a GPU need, and tell them of it."""
-        shared = shared_gpus(list(self._gpu_of.values())) if self.config.mps else ()
+        shared = shared_gpus(list(self._place_of.values())) if self.config.mps else ()
         if shared:
             self._mps.start()
-        for name, gpu in self._gpu_of.items():
-            if gpu in shared:
+        for name, place in self._place_of.items():
+            if place in shared:
                 self.services[name].environ.update(self._mps.environ)
 
     @property

@@ -47,6 +47,11 @@ class TakenTrees:
     seq_len: torch.Tensor
 
 
+def num_nodes_of(parent_index: torch.Tensor) -> torch.Tensor:
+    """Return how many nodes trees have, of TakenTrees. [B] i64"""
+    return (parent_index >= -1).sum(dim=1)
+
+
 @triton.jit(do_not_specialize=["most_nodes"])
 def _post_trees_kernel(
     trees_ptr,  # [S, NODES] i64 mutated

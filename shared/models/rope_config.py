@@ -134,6 +134,10 @@ def parse_rope(
     kind = _parse_kind(values, place, aliases or {})
     if kind is RopeKind.DEFAULT and _rope_type(values) == _DYNAMIC:
         _check_dynamic({_ORIGINAL: fields.get(_ORIGINAL), **values}, place, max_positions)
+    if kind is RopeKind.PROPORTIONAL and is_interleaved:
+        raise CheckpointError(
+            f"{place} has rope_type {kind}, which is not implemented for pairs of neighbours"
+        )
     share = 1.0
     if default_share is not None:
         share = _parse_share(values, fields, source, head_dim, default_share)

@@ -142,8 +142,13 @@ class StreamWaits:
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="stream-waits", daemon=True)
             self._thread.start()
-        for begin in range(0, len(operations), _MOST_AT_ONCE):
-            self._submit(operations[begin : begin + _MOST_AT_ONCE])
+        try:
+            for begin in range(0, len(operations), _MOST_AT_ONCE):
+                self._submit(operations[begin : begin + _MOST_AT_ONCE])
+        except OSError:
+            with self._changed:
+                self._waiting.remove(waiting)
+            raise
 
     def end(self, words: torch.Tensor, slot: int, round_tag: int) -> None:
         """End a wait for one word, if it still lasts."""

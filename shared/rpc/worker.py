@@ -263,6 +263,8 @@ class WorkerServer:
             if silent_s:
                 self._engine.show_stacks()
                 await asyncio.sleep(_STACKS_S)
+                silent_s = watch.look(time.monotonic())
+            if silent_s:
                 self._engine.kill()
                 raise EngineDiedError(
                     f"the engine made no progress for {silent_s:.1f} s, killed it", cause="hung"

@@ -125,6 +125,7 @@ class Acceptance:
         evidence = self._evidence[slots]
         known = evidence / (evidence + _PRIOR)
         shift = _MEAN_WEIGHT * float((known * self._ease[slots]).sum() / len(slots))
+        shift = max(shift, _LEAST_EASE - self._mean)
         self._mean += shift
         self._ease -= shift
 

@@ -174,22 +174,31 @@ def test_a_schedule_is_read_and_sorted(tmp_path: Path) -> None:
     path = tmp_path / "arrivals.json"
     rows = [
         {"at_s": 0.5, "token_ids": [1, 2], "max_new_tokens": 7},
-        {"at_s": 0, "token_ids": [3], "max_new_tokens": 8, "temperature": 1.5},
+        {"at_s": 0, "token_ids": [3], "max_new_tokens": 8, "temperature": 1},
     ]
     path.write_text(json.dumps(rows))
     assert read_schedule(str(path), seed=5) == [
-        Arrival(at_s=0.0, prompt=(3,), max_new_tokens=8, seed=6, temperature=1.5),
+        Arrival(at_s=0.0, prompt=(3,), max_new_tokens=8, seed=6, temperature=1.0),
         Arrival(at_s=0.5, prompt=(1, 2), max_new_tokens=7, seed=5),
     ]
 
 
-def test_an_arrival_may_have_a_temperature_of_its_own() -> None:
+def write(folder: Path, temperature: float) -> str:
+    row = {"at_s": 0, "token_ids": [3], "max_new_tokens": 8, "temperature": temperature}
+    path = folder / "one.json"
+    path.write_text(json.dumps([row]))
+    return str(path)
+
+
+def test_an_arrival_may_have_a_temperature_of_its_own(tmp_path: Path) -> None:
     own = Arrival(at_s=0.0, prompt=(3,), max_new_tokens=8, seed=6, temperature=1.5)
     for given, expected in ((own, 1.5), (dataclasses.replace(own, temperature=None), 0.5)):
         message = GenerateRequest.FromString(given.request({"temperature": 0.5}))
         assert message.sampling.temperature == expected
         assert key_of(given, 0.5) == key_of(dataclasses.replace(own, temperature=expected), 0.0)
+    (read, *_) = read_schedule(write(tmp_path, 0), seed=6)
     greedy = dataclasses.replace(own, temperature=0.0)
+    assert key_of(read, 1.0) == key_of(greedy, 1.0), "a whole number is a temperature as well"
     assert key_of(greedy, 1.0) == key_of(dataclasses.replace(greedy, seed=7), 1.0)
 
 

@@ -11,6 +11,7 @@ import pytest
 from orchestrator.endpoints import Endpoint, WorkerEndpoints, parse_endpoints
 from orchestrator.pairing import ModelIdentity, pair_problem
 from orchestrator.pool import Need, WorkerPool
+from orchestrator.siblings import MAX_WORKERS
 from orchestrator.workers import TARGET, WorkerLost, WorkerSession
 from shared.access.caller import NOBODY
 from shared.errors import ConfigError, UnavailableError
@@ -93,9 +94,31 @@ async def test_processes_that_share_a_port_spread_requests_together() -> None:
     assert abs(chosen.count("a") - chosen.count("b")) == 1
     first, second = pools[0].targets
     assert first.num_requests + second.num_requests == 15
+    again = target("a2", load=WorkerLoad(num_running=first.num_requests))
+    again.address = first.address
+    again.share_loads(siblings[0].loads)
+    assert again.num_requests == first.num_requests, "what siblings have is in what it reports"
     for each in siblings[1:]:
         each.forget()
     assert first.num_requests + second.num_requests == 5
+
+
+def test_what_processes_have_at_workers_comes_and_goes() -> None:
+    own, other = (each.loads for each in some_siblings(2))
+    addresses = [f"10.0.0.{i}:50052" for i in range(MAX_WORKERS + 6)]
+    for count, address in enumerate(addresses, 1):
+        own.note(address, count)
+    seen = [other.others(address) for address in addresses]
+    assert seen == [*range(1, MAX_WORKERS + 1), *[0] * 6], "more than there are places for"
+    assert not any(map(own.others, addresses)), "they are its own"
+    for address in addresses[:6]:
+        own.note(address, 0)
+    for address in addresses[-6:]:
+        own.note(address, 9)
+    assert [other.others(address) for address in addresses[-6:]] == [9] * 6
+    assert not any(map(other.others, addresses[:6]))
+    own.forget()
+    assert not any(map(other.others, addresses))
 
 
 @virtual
@@ -382,6 +405,17 @@ def test_a_draft_on_the_targets_gpu_goes_before_an_idle_one_beside() -> None:
         assert not (pool.open_target if worker in targets else pool.open_draft)(worker)
     assert [pool.pick_draft(each) for each in targets] == drafts
     assert pool.pick_draft(targets[1], frozenset({"d1"})) is drafts[0]
+
+
+def test_a_gpu_of_which_nothing_is_known_is_nobodys_own() -> None:
+    """As of workers of an older release, or on a CPU: then the host counts."""
+    pool = WorkerPool()
+    a_target = target("10.0.0.1:50052")
+    elsewhere, beside = draft("10.0.0.2:50053"), draft("10.0.0.1:50053", gpu="GPU-1")
+    pool.open_target(a_target)
+    for worker in (elsewhere, beside):
+        assert not pool.open_draft(worker)
+    assert pool.pick_draft(a_target) is beside
 
 
 @virtual

@@ -161,6 +161,34 @@ def test_workers_that_share_a_gpu_know_it_and_leave_each_other_memory() -> None:
     assert [getattr(found[name], "gpu_is_shared") for name in alone] == [True, True, False]  # noqa: B009
 
 
+def shares_of(stack: Stack) -> dict[str, tuple[bool, float]]:
+    """Return what each worker is told: whether its GPU is shared, and of its memory."""
+    workers = {name: config_of(stack, name) for name in stack.services if name not in FRONTS}
+    return {
+        name: (worker.gpu_is_shared, worker.kv_memory_fraction)
+        for name, worker in workers.items()
+        if isinstance(worker, WorkerConfig)
+    }
+
+
+def test_a_gpu_has_one_name_however_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets are placed by index; the draft takes the machine's GPUs in turn, by uuid."""
+    monkeypatch.setattr(gpus_module, "list_machine_gpus", lambda: GPUS[:2])
+    assert shares_of(built(StackConfig(num_targets=2, target_gpus=("0", "1")))) == {
+        "target-0": (True, TARGET_KV_FRACTION),
+        "target-1": (False, WorkerConfig.kv_memory_fraction),
+        "draft-0": (True, DRAFT_KV_FRACTION),
+    }
+
+
+def test_who_leases_a_gpu_shares_it_with_nobody() -> None:
+    lease: dict[str, Any] = {"gpus": "0,1,2", "gpu_lease_dir": "/leases"}
+    config = StackConfig(
+        target=TargetConfig(**lease), draft=DraftConfig(**lease), num_targets=2, num_drafts=1
+    )
+    assert set(shares_of(built(config)).values()) == {(False, WorkerConfig.kv_memory_fraction)}
+
+
 @pytest.mark.parametrize("own", [{"num_pages": 900}, {"kv_memory_fraction": 0.5}])
 def test_memory_that_somebody_gave_stays_as_it_is(own: dict[str, Any]) -> None:
     config = StackConfig(target=TargetConfig(**own), target_gpus=("0",), draft_gpus=("0",))
@@ -180,6 +208,7 @@ def test_a_pair_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("given", "word"),
     [
         ({"num_targets": 2}, "--num-targets"),
+        ({"num_drafts": 0}, "--num-drafts"),
         ({"draft_gpus": "1"}, "--draft-gpus"),
         ({"draft_model": "none"}, "needs a draft"),
         ({}, "is 0,1, and this machine shows no GPU"),
@@ -192,6 +221,12 @@ def test_pairs_are_not_placed_twice(
     monkeypatch.setattr(config_module, "list_machine_gpus", list)
     with pytest.raises(ConfigError, match=word):
         stack_config({"pair_gpus": "0,1", **given})
+
+
+def test_pairs_need_the_name_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "list_machine_gpus", lambda: GPUS)
+    with pytest.raises(ConfigError, match="names no GPU"):
+        stack_config({"pair_gpus": ","})
 
 
 def test_a_cpu_worker_and_a_lease_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

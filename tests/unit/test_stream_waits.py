@@ -227,6 +227,7 @@ def test_what_cuda_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = StreamWaits(60.0, small=NO_TREE, device=CPU)
     with pytest.raises(OSError, match="error 801"):
         waits.wait(torch.zeros(1, dtype=torch.int64), [0], [2])
+    assert waits.end_overdue() is None, "nobody waits"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
