@@ -5,22 +5,28 @@ one, however soon a wait is given up.
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from numpy.typing import NDArray
 
 import draft_service.device_rounds.rounds as draft_rounds
+from draft_service.path_source import PathSource
+from draft_service.runner import DraftRunner
+from shared.peer import mailbox as mailbox_module
 from shared.peer import stream_waits
+from shared.peer.channel import PeerChannel
 from shared.peer.mailbox import MailboxEnd, open_mailbox
+from shared.peer.shared_files import RING_DIR
 from shared.peer.stream_waits import NO_TREE
 from target_service.device_rounds.rounds import DeviceRounds
 from tests.checkpoints import VOCAB_SIZE
 from tests.device_pair import DevicePair, Make, check, device_engines, requests_of
-from tests.engines import SHAPES, Models, plain_of
+from tests.engines import SHAPES, Models, make_draft, make_target, plain_of
 from tests.marks import EXHAUSTIVE
 
 WRITE_VALUE_64 = 5  # CU_STREAM_MEM_OP_WRITE_VALUE_64
@@ -118,3 +124,34 @@ def test_tags_count_up_from_a_clean_slot(make: Make) -> None:
     assert pair.num_device_trees > 0
     used = mailbox.trees[:, 1] >> 40 != last
     assert used.any() and ((mailbox.paths[:, 0] >> 40 != last) == used).all()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_engines_know_that_their_gpu_is_shared(
+    models: Models,
+    monkeypatch: pytest.MonkeyPatch,
+    is_shared: bool,  # noqa: FBT001
+) -> None:
+    """The target says it by its mailbox, the draft when it opens one."""
+    pairing = models.pairing("eagle3")
+    target = make_target(pairing, has_mailbox=True, gpu_is_shared=is_shared)
+    assert isinstance(target.source, DeviceRounds)
+    fd = os.open(RING_DIR / target.source.mailbox.name, os.O_RDONLY)
+    assert mailbox_module._read_header(fd).gpu_is_shared is is_shared
+    os.close(fd)
+    target.source.mailbox.close()
+    said: list[bool] = []
+    sources: list[draft_rounds.DeviceRounds] = []
+
+    def make_source(runner: DraftRunner, *, gpu_is_shared: bool) -> PathSource:
+        sources.append(draft_rounds.DeviceRounds(runner, gpu_is_shared=gpu_is_shared))
+        return sources[0]
+
+    def open_none(*_: Any, gpu_is_shared: bool, **options: Any) -> MailboxEnd:
+        said.append(gpu_is_shared)
+        raise FileNotFoundError
+
+    make_draft(pairing, make_source=make_source, gpu_is_shared=is_shared)
+    monkeypatch.setattr(draft_rounds, "open_mailbox", open_none)
+    sources[0].connect("nobody", cast(PeerChannel, None))
+    assert said == [is_shared]
