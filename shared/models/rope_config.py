@@ -134,25 +134,20 @@ def parse_rope(
     kind = _parse_kind(values, place, aliases or {})
     if kind is RopeKind.DEFAULT and _rope_type(values) == _DYNAMIC:
         _check_dynamic({_ORIGINAL: fields.get(_ORIGINAL), **values}, place, max_positions)
-    if kind is RopeKind.PROPORTIONAL and is_interleaved:
-        raise CheckpointError(
-            f"{place} has rope_type {kind}, which is not implemented for pairs of neighbours"
-        )
+    if is_interleaved:
+        _check_interleaved(kind, place)
     share = 1.0
     if default_share is not None:
         share = _parse_share(values, fields, source, head_dim, default_share)
         values = {key: value for key, value in values.items() if key != _SHARE}
     elif kind is RopeKind.PROPORTIONAL:
-        share = _number(values, place, _SHARE, 1.0)
-        if share > 1:
-            raise CheckpointError(f"{place}.{_SHARE} = {share} must be at most 1")
+        share = _parse_share_of_pairs(values, place)
     if kind is not RopeKind.DEFAULT and fields.get(_ORIGINAL) is not None:
         values = {**values, _ORIGINAL: fields[_ORIGINAL]}  # it goes first in transformers, too
     _check_keys(values, kind, place)
     num_pairs = int(head_dim * share) // 2
-    theta = values.get("rope_theta", fields.get("rope_theta"))
     return RopeConfig(
-        theta=require_positive(10000.0 if theta is None else theta, f"{source}: rope_theta"),
+        theta=_parse_theta(values, fields, source),
         kind=kind,
         rotary_share=share,
         is_interleaved=is_interleaved,
@@ -281,6 +276,26 @@ def _parse_share(
             f"{head_dim} values of a head; it must be an even number of them, at least 2"
         )
     return share
+
+
+def _parse_share_of_pairs(values: Mapping[str, Any], place: str) -> float:
+    """Return the share of a head's pairs that a proportional embedding turns."""
+    share = _number(values, place, _SHARE, 1.0)
+    if share > 1:
+        raise CheckpointError(f"{place}.{_SHARE} = {share} must be at most 1")
+    return share
+
+
+def _parse_theta(values: Mapping[str, Any], fields: Mapping[str, Any], source: str) -> float:
+    theta = values.get("rope_theta", fields.get("rope_theta"))
+    return require_positive(10000.0 if theta is None else theta, f"{source}: rope_theta")
+
+
+def _check_interleaved(kind: RopeKind, place: str) -> None:
+    if kind is RopeKind.PROPORTIONAL:
+        raise CheckpointError(
+            f"{place} has rope_type {kind}, which is not implemented for pairs of neighbours"
+        )
 
 
 def _rope_type(values: Mapping[str, Any]) -> Any:

@@ -5,8 +5,8 @@ stream that waits by a memory operation gives its turn away. CUDA knows no end o
 a thread ends those that last too long: it posts a word itself, which says that nothing comes. It
 does so again until the stream has gone on: before the stream looks, a late word of an earlier round
 may be written over that one, or a new request's over all. How far the stream is it writes to memory
-itself, before and after the wait: so that thread calls nothing of CUDA, and nothing that another
-thread does there, who may wait for the stream as well, can hold it up.
+itself, before and after the wait: so that thread calls nothing of CUDA, where a call of another
+thread, which may wait for the stream as well, could hold it up.
 
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEMOP.html
 """
