@@ -75,6 +75,12 @@ def test_the_first_pairs_turn_as_if_all_did() -> None:
     torch.testing.assert_close(angles, want)
 
 
+def test_proportional_rope_of_pairs_of_neighbours_is_refused() -> None:
+    config = {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}
+    with pytest.raises(CheckpointError, match="rope_parameters has rope_type proportional"):
+        parse_rope(config, "here", head_dim=40, max_positions=64, is_interleaved=True)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
