@@ -38,7 +38,7 @@ assert TAG_BITS + _TAG_SHIFT == 63  # so that words are positive and count up
 _SMALL_SHIFT = 32
 _WAIT_VALUE_64 = 4  # CU_STREAM_MEM_OP_WAIT_VALUE_64
 _WRITE_VALUE_64 = 5  # CU_STREAM_MEM_OP_WRITE_VALUE_64
-_MOST_AT_ONCE = 256
+_MOST_AT_ONCE = 255  # cuStreamBatchMemOp: "must be less than 256"
 # CUstreamBatchMemOpParams with CUstreamMemOpWaitValueParams or ..WriteValueParams; 48 bytes. Flags
 # of 0: CU_STREAM_WAIT_VALUE_GEQ, until int64(word - value) >= 0, or CU_STREAM_WRITE_VALUE_DEFAULT,
 # after all that the stream has written before.
@@ -58,7 +58,7 @@ _NUM_PLACES = 256
 _BEGUN, _OVER = 0, 1
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Waiting:
     """A wait.
 
@@ -213,7 +213,7 @@ def _post(
 
 
 def submit_operations(operations: NDArray[Any]) -> None:
-    """Give the current stream of the current device operations: [n] of `_OPERATION`, n <= 256.
+    """Give the current stream of the current device operations: [n] of `_OPERATION`, n < 256.
 
     Raises: OSError if CUDA cannot.
     """

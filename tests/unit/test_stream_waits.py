@@ -95,7 +95,7 @@ def test_what_cuda_is_asked_for() -> None:
     words, stream = torch.zeros(300, 64, dtype=torch.int64), Stream(is_behind=True)
     waits = StreamWaits(PATIENCE_S, small=NO_TREE, device=CPU, submit=stream, clock=Clock())
     waits.wait(words[:, 1], range(300), range(2, 302))
-    assert [len(part) for part in stream.parts] == [256, 46], "CUDA takes 256 at once"
+    assert [len(part) for part in stream.parts] == [255, 47], "CUDA takes fewer than 256 at once"
     assert stream.parts[0].itemsize == 48, "CUstreamBatchMemOpParams"
     kinds = stream.all["operation"].tolist()
     assert kinds == [WRITE_VALUE_64] + 300 * [WAIT_VALUE_64] + [WRITE_VALUE_64]
@@ -104,6 +104,20 @@ def test_what_cuda_is_asked_for() -> None:
     assert int(last["address"]) == words[299, 1:].data_ptr()
     assert int(last["value"]) == 301 << 40
     assert not stream.all["flags"].any(), "CU_STREAM_WAIT_VALUE_GEQ, ..WRITE_VALUE_DEFAULT"
+
+
+def test_a_wait_that_cuda_refuses_says_so_beside_others() -> None:
+    words, stream = torch.zeros(4, 8, dtype=torch.int64), Stream()
+    waits = StreamWaits(PATIENCE_S, small=NO_TREE, device=CPU, submit=stream, clock=Clock())
+    waits.wait(words[:, 0], [0, 1], [2, 2])
+
+    def refuse(_: NDArray[Any]) -> None:
+        raise OSError("CUDA lets no stream wait")
+
+    waits._submit = refuse
+    with pytest.raises(OSError, match="CUDA lets no stream wait"):
+        waits.wait(words[:, 0], [2, 3], [2, 2])
+    assert waits.end_overdue() == pytest.approx(PATIENCE_S), "the first one still lasts"
 
 
 @pytest.mark.parametrize("small", [NO_TREE, NO_PATH])
