@@ -14,6 +14,7 @@ class Progress(enum.Enum):
 
     BEHIND = "no tree is ordered; rounds go on with the root alone"
     ASKED = "its first tree is ordered, again and again; it comes once the draft has caught up"
+    JOINING = "its first tree came beside a round; the next order lets its device grow by itself"
     CAUGHT_UP = "a tree of it came: a round waits for its tree"
     RESTING = "no tree is wanted, and nothing is sent to it"
 
@@ -30,6 +31,9 @@ class MailboxUse:
         launched_round: Last round that was launched before its tree was here, to come to this slot.
         num_late: Times that the device waited in vain for a tree, less the times that it did not.
         resumes_at: First round whose tree may be ordered through the mailbox again.
+        paths_from: First round that was not launched when the draft began to join: its path, and
+            those after it, are posted.
+        joins_until: Round before which the draft has joined, or rounds wait for its trees.
         shares_gpu: The draft's device is the target's: streams wait, no kernel does.
     """
 
@@ -41,6 +45,8 @@ class MailboxUse:
     slot: int = -1
     num_late: int = 0
     resumes_at: int = 0
+    paths_from: int = 0
+    joins_until: int = 0
     shares_gpu: bool = False
 
 
@@ -56,6 +62,7 @@ class DraftPeer:
         progress: Whether its trees are worth waiting for.
         num_tokens_sent: Tokens of the request that the draft has.
         ordered_round: Last round whose tree the target ordered, at `ordered_ns`.
+        waits_from: First round that waits for a tree, once the draft has caught up.
         is_reported_resting: What the orchestrator was told last.
     """
 
@@ -67,9 +74,15 @@ class DraftPeer:
     num_tokens_sent: int = 0
     ordered_round: int = 0
     ordered_ns: int = 0
+    waits_from: int = 0
     is_reported_resting: bool = False
 
     @property
     def is_waited_for(self) -> bool:
         """Return whether the request's next round waits for a tree of this draft."""
         return self.credit is not None and self.progress is Progress.CAUGHT_UP
+
+    def progress_in(self, round_idx: int) -> Progress:
+        """Return how far the draft was for a round that was launched."""
+        has_joined = self.progress is Progress.CAUGHT_UP and round_idx < self.waits_from
+        return Progress.JOINING if has_joined else self.progress

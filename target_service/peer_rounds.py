@@ -4,8 +4,10 @@ The orchestrator gives the credit, hears of every path, and orders a round itsel
 come. Whatever is lost here costs a round its tree, or a wait, and no token.
 
 A draft that attaches has a prompt to read. One tree is ordered of it, and rounds of the root alone
-go on until that tree comes, late for its own round as a rule. From then on rounds wait for trees.
-In case that order or its tree is lost, another tree is ordered every `ASK_ROUNDS` rounds.
+go on until that tree comes, late for its own round as a rule. From then on rounds wait for trees;
+where the draft's device can grow trees by itself, rounds of the root alone go on until it does, for
+a round that waits for its host would miss steps (`Progress.JOINING`). In case that order or its
+tree is lost, another tree is ordered every `ASK_ROUNDS` rounds.
 
 A request may rest: `TreeShapes` wants no tree of it for a while. Its rounds go on with the root
 alone, and its draft hears nothing (resting.py). When trees are wanted again one is ordered as if
@@ -102,7 +104,7 @@ class PeerRounds(TreeSource):
             begun = request.round_idx + request.num_in_flight + (request.queued is not None)
             if peer.ordered_round > begun:  # that tree may never come
                 peer.ordered_round, peer.progress = begun, Progress.BEHIND
-            if peer.progress is Progress.RESTING:
+            if peer.progress in (Progress.RESTING, Progress.JOINING):
                 peer.progress = Progress.BEHIND
             report_rest(self._state, request, peer, is_resting=False)
             peer.credit = None
@@ -136,13 +138,18 @@ class PeerRounds(TreeSource):
         """
         round_idx = request.round_idx + 1
         match peer.progress:
-            case Progress.CAUGHT_UP if request.is_between_rounds:
+            case Progress.CAUGHT_UP | Progress.JOINING if request.is_between_rounds:
+                peer.progress = Progress.CAUGHT_UP
                 if shape is None:
                     peer.ordered_round = round_idx
                     self._queue(request, ROOT_ONLY)
                 else:
                     _put_order(request, peer, shape)
                     self.window.ordered(request.request_id, shape.num_draft_tokens)
+            case Progress.JOINING if not self._goes_on_joining(request, peer):
+                peer.progress = Progress.CAUGHT_UP
+            case Progress.JOINING if shape and peer.num_tokens_sent < len(request.tokens):
+                _put_order(request, peer, shape)  # for its tokens: the tree will be late
             case Progress.BEHIND | Progress.RESTING if shape is not None:
                 self._state.features.wake(request)
                 _put_order(request, peer, shape)  # no other tree waits for this one
@@ -176,7 +183,9 @@ class PeerRounds(TreeSource):
         rows_of: dict[tuple[PeerChannel, _NextShapes, bool], list[int]] = {}
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
             peer = request.draft
-            if peer is None or peer.credit is None or peer.progress is not Progress.CAUGHT_UP:
+            if peer is None or peer.credit is None:
+                continue
+            if peer.progress not in (Progress.CAUGHT_UP, Progress.JOINING):
                 continue
             if not self._goes_on(request, peer, path):
                 continue
@@ -221,7 +230,10 @@ class PeerRounds(TreeSource):
             peer.ordered_round = request.round_idx + 2
             peer.num_tokens_sent += len(path.token_ids)
             peer.ordered_ns = ordered_ns
-            if not self._is_launched(request, request.round_idx + 2):
+            if peer.progress is Progress.JOINING:
+                peer.progress = Progress.CAUGHT_UP
+                peer.waits_from = request.round_idx + request.num_in_flight + 1
+            if request.num_in_flight == 1:  # else the next round is launched already
                 self.window.ordered(request.request_id, shape.num_draft_tokens)
 
     def note_step(
@@ -252,7 +264,9 @@ class PeerRounds(TreeSource):
             if peer.progress is Progress.RESTING:
                 continue  # no tree is wanted any more
             was_behind = peer.progress is not Progress.CAUGHT_UP
-            peer.progress = Progress.CAUGHT_UP  # whatever round it is for
+            if was_behind and peer.progress is not Progress.JOINING:  # whatever round it is for
+                joins = self._begin_joining(request, peer)
+                peer.progress = Progress.JOINING if joins else Progress.CAUGHT_UP
             report_rest(self._state, request, peer, is_resting=False)
             if peer.credit is None:
                 continue  # given up
@@ -324,12 +338,29 @@ class PeerRounds(TreeSource):
         """Return whether the device waits for the tree of a round already."""
         return False
 
+    def _begin_joining(self, request: TargetRequest, peer: DraftPeer) -> bool:
+        """Return whether rounds of the root alone go on until the draft's device grows trees by
+        itself: its first tree has come.
+        """
+        return False
+
+    def _goes_on_joining(self, request: TargetRequest, peer: DraftPeer) -> bool:
+        """Return whether such rounds go on after one that is committed."""
+        return False
+
+    def _joins_with(self, peer: DraftPeer, round_idx: int) -> bool:
+        """Return whether the draft's device may wait for the path of a round."""
+        return False
+
     def _goes_on(self, request: TargetRequest, peer: DraftPeer, path: AcceptedNodes) -> bool:
         """Return whether the round after a path, not committed yet, can be ordered in a batch."""
         credit, num_tokens = peer.credit, len(path.token_ids)
         if credit is None or not self._state.is_held(request):
             return False
-        if request.num_in_flight > 1 and not self._is_launched(request, request.round_idx + 2):
+        if peer.progress is Progress.JOINING:
+            if not self._joins_with(peer, request.round_idx + 2):
+                return False
+        elif request.num_in_flight > 1 and not self._is_launched(request, request.round_idx + 2):
             return False
         return (
             _may_order(request, peer, request.round_idx + 2)

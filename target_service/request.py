@@ -200,9 +200,10 @@ class TargetRequest:
         """Return whether a round of the root alone can be launched by credit, without an order.
 
         Args:
-            overlaps_steps: Also when the root is still being computed, unless sampling needs it.
+            overlaps_steps: Also when the root is still being computed, by a round or by the end of
+                the prompt, unless sampling needs it.
         """
-        if self.phase is not Phase.RUNNING or self.queued is not None:
+        if self.queued is not None or not (self.phase is Phase.RUNNING or self.num_in_flight):
             return False
         if self.draft is not None and self.draft.is_waited_for:
             return False
@@ -247,6 +248,6 @@ class TargetRequest:
         self.is_forced = tree is not None and tree.source == "grammar"
         self.queued = None
         self.queue_idx = queue_idx
-        self.num_in_flight += 1
-        if self.phase is Phase.RUNNING:
+        if self.phase is Phase.RUNNING or self.num_in_flight:  # else it is the end of the prompt
             self.launched_len += 1
+        self.num_in_flight += 1

@@ -156,7 +156,9 @@ class BudgetedShapes(TreeShapes):
             if request.phase is Phase.RUNNING:
                 self._note_owner(request)
                 peer = request.draft
-                progress, credit = (None, None) if peer is None else (peer.progress, peer.credit)
+                progress, credit = None, None
+                if peer is not None:
+                    progress, credit = peer.progress_in(request.round_idx + 1), peer.credit
                 rounds.append(_NotedRound(row, progress, credit, request.num_grown))
         running = [r for r in self._requests.values() if r.phase is Phase.RUNNING]
         self._noted = _NotedStep(
@@ -296,4 +298,5 @@ def _does_without(request: TargetRequest, progress: Progress | None) -> bool:
 
 def _is_catching_up(request: TargetRequest) -> bool:
     """Return whether the draft of a request has been asked for its first tree."""
-    return request.draft is not None and request.draft.progress is Progress.ASKED
+    is_coming = (Progress.ASKED, Progress.JOINING)
+    return request.draft is not None and request.draft.progress in is_coming

@@ -46,6 +46,9 @@ PATIENCE_US = 30_000
 # Of a kernel behind a stream that has waited.
 _SHORT_PATIENCE_US = 200
 _MOST_LATE = 10  # times that count
+# Rounds of the root alone after a draft's first tree, until its device grows trees by itself. Two
+# are the rule.
+_MOST_JOINING = 4
 _NOWHERE = -1
 
 
@@ -244,6 +247,23 @@ class DeviceRounds(PeerRounds):
         use = _mailbox_use_of(request)
         return use is not None and use.launched_round == round_idx
 
+    def _begin_joining(self, request: TargetRequest, peer: DraftPeer) -> bool:
+        use, credit = peer.mailbox, peer.credit
+        if use is None or credit is None or use.num_late or not request.num_in_flight:
+            return False
+        if not _is_tree_for_device(request, credit.shape):
+            return False
+        self._begin_tags(request, use)
+        use.paths_from = request.round_idx + request.num_in_flight + 1
+        use.joins_until = request.round_idx + _MOST_JOINING
+        return True
+
+    def _goes_on_joining(self, request: TargetRequest, peer: DraftPeer) -> bool:
+        return peer.mailbox is not None and request.round_idx < peer.mailbox.joins_until
+
+    def _joins_with(self, peer: DraftPeer, round_idx: int) -> bool:
+        return peer.mailbox is not None and peer.mailbox.paths_from <= round_idx
+
     def _next_shapes(
         self, request: TargetRequest, peer: DraftPeer, credit: PeerTrees
     ) -> tuple[TreeShape | None, TreeShape | None]:
@@ -266,22 +286,29 @@ class DeviceRounds(PeerRounds):
             the tree.
         """
         use, round_idx = peer.mailbox, request.round_idx + 2
-        if use is None or shape.num_steps >= MAX_PATH:
+        if use is None or not _is_tree_for_device(request, shape):
             return 0
         if round_idx < use.resumes_at and round_idx != use.launched_round:
             return 0
-        stopping = request.open.stopping
-        is_masked = stopping.stop_token_ids and stopping.min_new_tokens
-        if is_masked or request.is_sampled_by_path:
-            return 0
+        use.tagged_round, use.tagged_shape, use.following_shape = round_idx, shape, following
+        return tag_of(self._begin_tags(request, use), round_idx)
+
+    def _begin_tags(self, request: TargetRequest, use: MailboxUse) -> int:
+        """Return where the request's round tags count from."""
         if use.tag_base is None:
             # Of no request that had the slot before, and so that the request's tags count up.
             use.tag_base = secrets.randbelow(NUM_TAGS // 2)
             if use.shares_gpu:  # words of later rounds would end a wait
                 self.mailbox.trees[request.req_idx, 1] = 0
                 self.mailbox.paths[request.req_idx, 0] = 0
-        use.tagged_round, use.tagged_shape, use.following_shape = round_idx, shape, following
-        return tag_of(use.tag_base, round_idx)
+        return use.tag_base
+
+
+def _is_tree_for_device(request: TargetRequest, shape: TreeShape) -> bool:
+    """Return whether paths of such trees fit into the mailbox, and sampling need not know them."""
+    stopping = request.open.stopping
+    is_masked = stopping.stop_token_ids and stopping.min_new_tokens
+    return shape.num_steps < MAX_PATH and not (is_masked or request.is_sampled_by_path)
 
 
 def _tree_fields(num_trees: int) -> Fields:

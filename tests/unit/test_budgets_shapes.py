@@ -55,10 +55,14 @@ def request(
     draft = None
     if progress is not None:
         draft = SimpleNamespace(
-            credit=credit, progress=progress, is_waited_for=progress is Progress.CAUGHT_UP
+            credit=credit,
+            progress=progress,
+            is_waited_for=progress is Progress.CAUGHT_UP,
+            progress_in=lambda _: draft.progress,
         )
     return SimpleNamespace(
         req_idx=slot,
+        round_idx=0,
         phase=Phase.RUNNING,
         draft=draft,
         peer_trees=credit,
