@@ -2,8 +2,8 @@
 
 A prompt's rows make everybody's step longer; fewer rows per step make its own first token later. So
 a step with rows of prompts brings tokens after twice the time that it would take without, and after
-more than that the longer a prompt has waited: where prompts come faster than that leaves room for,
-larger steps, which cost less per row, catch up.
+more than that where a prompt waits long, or would before all that are here are read: where prompts
+come faster than that leaves room for, larger steps, which cost less per row, catch up.
 
 Where several prompts wait, no step is larger than it must be to read them nearly as fast as they
 can be read, nor takes many times as long as one without prompts: a short prompt that comes next
@@ -20,8 +20,9 @@ from target_service.step_costs import StepCosts
 
 # The time from token to token with rows of prompts is so many times that without them, at most ..
 _MOST_DELAY = 2.0
-# .. and once more of it for each time that the oldest prompt has waited so long.
-_PATIENCE_S = 0.1
+# .. and once more of it for each time that the oldest prompt waits so long again: until now, and
+# where several prompts wait, until all of them are read.
+_SOON_S = 0.1
 # Where several prompts wait: of the most rows per second that any size of a step reads ..
 _FULL_SPEED = 0.9
 # .. and of the time that a forward of the rows that decode takes, of one row if none does; the
@@ -97,23 +98,46 @@ class PromptBudget:
             oldest_s: When the prompt that has waited longest came, by the clock.
             is_crowded: There are several prompts.
         """
-        limit_s = self._limit_s(num_decoding_rows, oldest_s, is_crowded=is_crowded)
+        waits_s = max(0.0, self._clock() - oldest_s)
+        limit_s = self._limit_s(num_decoding_rows, waits_s, is_crowded=is_crowded)
+        size, speed = self._fastest(
+            num_decoding_rows, num_waiting_rows, limit_s, is_crowded=is_crowded
+        )
+        if is_crowded and num_decoding_rows and speed:
+            waits_s += num_waiting_rows / speed
+            limit_s = self._limit_s(num_decoding_rows, waits_s, is_crowded=True)
+            size, _ = self._fastest(num_decoding_rows, num_waiting_rows, limit_s, is_crowded=True)
+        return max(size - num_decoding_rows, _LEAST_ROWS)
+
+    def _fastest(
+        self, num_decoding_rows: int, num_waiting_rows: int, limit_s: float, *, is_crowded: bool
+    ) -> tuple[int, float]:
+        """Return the size of a step that reads prompts fastest, and how many rows of them a second.
+
+        Args:
+            limit_s: That its forward may take.
+        Returns: 0 and 0 if none is short enough.
+        """
         most_rows = num_decoding_rows + self._crowded_size if is_crowded else math.inf
         num_wanted = num_decoding_rows + num_waiting_rows
-        num_rows, best = 0, 0.0
+        fastest, best = 0, 0.0
         for size, seconds in self._costs.sizes:
             num_prompt_rows = min(size, num_wanted) - num_decoding_rows
             seconds += max(0, num_prompt_rows) * self._context_s
             speed = num_prompt_rows / (seconds + self._beside_s)
             if seconds <= limit_s and size <= most_rows and speed > best:
-                num_rows, best = size, speed
-        return max(num_rows - num_decoding_rows, _LEAST_ROWS)
+                fastest, best = size, speed
+        return fastest, best
 
-    def _limit_s(self, num_decoding_rows: int, oldest_s: float, *, is_crowded: bool) -> float:
-        """Return how long the forward of a step with prompts may take."""
+    def _limit_s(self, num_decoding_rows: int, waits_s: float, *, is_crowded: bool) -> float:
+        """Return how long the forward of a step with prompts may take.
+
+        Args:
+            waits_s: How long the oldest prompt waits.
+        """
         limit_s = math.inf
         if num_decoding_rows:
-            patience = _MOST_DELAY + max(0.0, self._clock() - oldest_s) / _PATIENCE_S
+            patience = _MOST_DELAY + max(0.0, waits_s / _SOON_S - 1)
             without_s = self._costs.of(num_decoding_rows) + self._beside_s
             limit_s = patience * without_s - self._beside_s
         if is_crowded:

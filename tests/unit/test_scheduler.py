@@ -365,7 +365,7 @@ def test_the_longer_a_prompt_waits_the_longer_a_step_may_take() -> None:
     [stream] = running(world, "s")
     world.open("late", 2000)
     rows = []
-    for waited_s in (0.0, 0.15, 0.2, 5.0):
+    for waited_s in (0.0, 0.25, 0.3, 5.0):
         world.now = waited_s
         world.queue(stream, 1)
         rows.append(prompt_rows(world.step())["late"])
