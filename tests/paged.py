@@ -49,11 +49,9 @@ class PagedKV:
         self.device = device or torch.device("cpu")
         pages_per_request = -(-max_tokens // page_size)
         num_pages = 1 + num_requests * pages_per_request
-        slots = num_pages * page_size
-        shapes = [(slots, shape.num_heads, shape.width) for shape in layout.layers]
         self.layers = [
-            tuple(torch.full(shape, poison, dtype=dtype, device=self.device) for _ in layout.caches)
-            for shape in shapes
+            tuple(torch.full(shape, poison, dtype=dtype, device=self.device) for shape in shapes)
+            for shapes in layout.cache_shapes(num_pages * page_size)
         ]
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1
         self._pages = order.view(num_requests, pages_per_request)

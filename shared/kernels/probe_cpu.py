@@ -30,12 +30,13 @@ _ODD_OFFSETS = (1, 2, 3, 5, 7, 15)  # values: 4 to 60 bytes of float32
 _ROW_COUNTS = (2, 3, 5, 7, 9, 17)
 
 
-def settle_products(products: CpuProducts, *heads: tuple[int, int]) -> None:
+def settle_products(products: CpuProducts, *heads: tuple[int, int, int]) -> None:
     """Give up every way to multiply that fails a probe, and say so.
 
     Args:
         products: Of a loaded model.
-        heads: (query heads of a KV head, values of a head) of its attention, once for each shape.
+        heads: (query heads of a KV head, values of a head, and of one of V) of its attention, once
+            for each shape.
     Mutates: `products`.
     """
     while not products.linear.is_invariant:
@@ -100,14 +101,15 @@ def _placements(row: torch.Tensor, others: torch.Tensor) -> Iterator[tuple[torch
     yield strided, 2
 
 
-def probe_batches(library: BatchLibrary, group: int, head_dim: int) -> bool:
+def probe_batches(library: BatchLibrary, group: int, head_dim: int, v_dim: int) -> bool:
     """Return whether items of attention's products keep their bits at every place of a batch.
 
     Args:
-        group, head_dim: Of the attention; both are padded as there.
+        group, head_dim, v_dim: Of the attention; all are padded as there.
     """
     generator = torch.Generator().manual_seed(0)
-    group, head_dim = padded(group, GROUP_MULTIPLE), padded(head_dim, ALIGNED_VALUES)
+    group = padded(group, GROUP_MULTIPLE)
+    head_dim, v_dim = padded(head_dim, ALIGNED_VALUES), padded(v_dim, ALIGNED_VALUES)
 
     def values(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
@@ -119,7 +121,7 @@ def probe_batches(library: BatchLibrary, group: int, head_dim: int) -> bool:
 
     for width_k, width_n, is_transposed in (
         (head_dim, CPU_KV_TILE, True),
-        (CPU_KV_TILE, head_dim, False),
+        (CPU_KV_TILE, v_dim, False),
     ):
         a, b = values(1, group, width_k), values(1, width_n, width_k).mT
         if not is_transposed:

@@ -68,10 +68,10 @@ def tree_attention(
         q: [T, Hq, d].
         k_cache: [num_slots, Hkv, d]; slots that no row sees may hold anything, NaN included. In the
             dtype of q, or in FP8 (e4m3).
-        v_cache: [num_slots, Hkv, d], likewise.
+        v_cache: [num_slots, Hkv, dv], likewise; dv need not be d.
         metadata: TreeAttentionMetadata of the T rows.
         products: How a CPU multiplies; None: by a library.
-    Returns: [T, Hq, d] in the dtype of q; 0 in padding rows.
+    Returns: [T, Hq, dv] in the dtype of q; 0 in padding rows.
     """
     if not use_triton(q):
         return tree_attention_cpu(q, k_cache, v_cache, metadata, params, products=products)
@@ -97,11 +97,12 @@ def attend_in_chunks(
     """
     _check(q, k_cache, v_cache, params.sinks)
     num_rows, num_heads, head_dim = q.shape
-    num_kv_heads, sinks = k_cache.shape[1], params.sinks
+    num_kv_heads, v_dim = v_cache.shape[1:]
+    sinks = params.sinks
     if q.stride(2) != 1 or q.stride(1) != head_dim:
         q = q.contiguous()
     if num_rows == 0 or metadata.req_idx.shape[0] == 0:
-        return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        return torch.zeros((*q.shape[:2], v_dim), dtype=q.dtype, device=q.device)
     dot = dot_dtype(q)
     cut = _cut(metadata, dot, num_heads, num_kv_heads, num_splits, chunk_tiles)
     assert num_rows == metadata.path_len.shape[0]
@@ -109,17 +110,17 @@ def attend_in_chunks(
     tables = schedule(metadata, cut)
     is_sequential = cut.is_sequential
     group = num_heads // num_kv_heads
-    dim_block = max(16, triton.next_power_of_2(head_dim))
+    dim_block, v_block = (max(16, triton.next_power_of_2(width)) for width in (head_dim, v_dim))
     num_states = cut.max_chunks
     if is_sequential:
         num_states = max(_SEQUENTIAL_STATES.value, num_states if cut.by_length else 0)
     states = (num_rows, num_kv_heads, num_states, group)
     stats = torch.empty((*states, 2), dtype=torch.float32, device=q.device)
-    acc = torch.empty((*states, head_dim), dtype=torch.float32, device=q.device)
+    acc = torch.empty((*states, v_dim), dtype=torch.float32, device=q.device)
     # Rows are left to the second kernel, padding included, unless there is nothing else for it.
     is_done = cut.is_whole and not metadata.has_trees
     new_out = torch.zeros if is_done else torch.empty
-    out = new_out((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    out = new_out((num_rows, num_heads, v_dim), dtype=q.dtype, device=q.device)
 
     group_block = triton.next_power_of_2(group)
     own_queries = max(choose_own_queries(dot, q.device), group_block)
@@ -130,6 +131,8 @@ def attend_in_chunks(
         "GROUP_BLOCK": group_block,
         "HEAD_DIM": head_dim,
         "DIM_BLOCK": dim_block,
+        "V_DIM": v_dim,
+        "V_BLOCK": v_block,
         "TILE": TRITON_KV_TILE,
         "CHUNK_TILES": chunk_tiles,
         "SEQUENTIAL": is_sequential,
@@ -150,7 +153,7 @@ def attend_in_chunks(
         PAGE_SIZE=metadata.page_size,
         HAS_WINDOW=metadata.window > 0,
         ROWS=cut.rows,
-        **shared_options(dot, dim_block, cut.rows * group_block),
+        **shared_options(dot, max(dim_block, v_block), cut.rows * group_block),
         **dependent_launch(q, is_early=is_prepared),
     )
     if is_done:
@@ -163,7 +166,7 @@ def attend_in_chunks(
         **shape,
         OWN_SLOTS=tables.own_slots.shape[1],
         QUERIES=own_queries,
-        **finish_options(dot, dim_block, own_queries),
+        **finish_options(dot, max(dim_block, v_block), own_queries),
         **dependent_launch(q),
     )
     return out
@@ -174,7 +177,8 @@ def _check(
 ) -> None:
     """Check shapes, layouts and dtypes."""
     num_heads = q.shape[1]
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape
+    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert k_cache.shape == (*v_cache.shape[:2], q.shape[2])
     assert k_cache.dtype == v_cache.dtype and num_heads % k_cache.shape[1] == 0
     assert is_fp8(k_cache) or k_cache.dtype == q.dtype
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,))
@@ -312,12 +316,12 @@ def tree_attention_ref(
     params: AttentionParams,
 ) -> torch.Tensor:
     """Do what `tree_attention` does in plain torch, one row at a time; return f64."""
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    out = torch.zeros((*q.shape[:2], v_cache.shape[2]), dtype=torch.float64, device=q.device)
     group, scales, softcap = q.shape[1] // k_cache.shape[1], params.kv_scales, params.softcap
     factors = (scales.k, scales.v) if is_fp8(k_cache) else (1.0, 1.0)
     for row, slots in seen_slots(metadata):
         k, v = (
-            factor * _rows(cache, slots).repeat_interleave(group, dim=1)  # [L, Hq, d]
+            factor * _rows(cache, slots).repeat_interleave(group, dim=1)  # [L, Hq, d or dv]
             for cache, factor in zip((k_cache, v_cache), factors, strict=True)
         )
         scores = torch.einsum("hd,lhd->hl", q[row].double(), k) * params.scale

@@ -1,7 +1,7 @@
 """Tree attention on a CPU.
 
 Exact by construction. KV tiles are cut at multiples of KV index; every (row, KV head, tile) is one
-item of a batched product, [group, d] x [d, TILE] and [group, TILE] x [TILE, d]; a row's tiles are
+item of a batched product, [group, d] x [d, TILE] and [group, TILE] x [TILE, dv]; a row's tiles are
 added in ascending order. Where the operands of an item come from is free: tiles that all rows of a
 request share are gathered once, the tiles that hold a row's own path once per row. Items are
 aligned, padded copies, and batches have one size, so that whoever multiplies them always sees the
@@ -43,8 +43,8 @@ def tree_attention_cpu(
     settle_vector_math()
     library = (products or CpuProducts()).attention
     num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[1]
-    shape = (num_kv_heads, num_heads // num_kv_heads, head_dim)
+    num_kv_heads, v_dim = v_cache.shape[1:]
+    shape = (num_kv_heads, num_heads // num_kv_heads, head_dim, v_dim)
     key = (shape, q.device)
     spaces = metadata.plans.get(key)
     if spaces is None:
@@ -55,15 +55,15 @@ def tree_attention_cpu(
         scale, v_scale = scale * params.kv_scales.k, params.kv_scales.v
     # Weights are powers of 2: exp is several times slower where the result vanishes.
     factor = scale * _LOG2_E * (2 / softcap if softcap else 1)
-    scaled = (q.float() * factor).view(num_rows, *shape)
+    scaled = (q.float() * factor).view(num_rows, *shape[:3])
     if sinks is not None:
         sinks = _padded_sinks(sinks * _LOG2_E, num_kv_heads)
     keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     if len(spaces) == 1 and _are_all(spaces[0].rows.where, num_rows):
-        out = torch.empty(scaled.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty((*scaled.shape[:3], v_dim), dtype=q.dtype, device=q.device)
         rows = _attend(scaled, keys, values, sinks, spaces[0], library, softcap, v_scale)
-        return out.copy_(rows).view(q.shape)
-    out = torch.zeros_like(scaled)
+        return out.copy_(rows).view(num_rows, num_heads, v_dim)
+    out = scaled.new_zeros((*scaled.shape[:3], v_dim))
     for space in spaces:
         where = space.rows.where
         rows = _attend(scaled[where], keys, values, sinks, space, library, softcap, v_scale)
@@ -71,7 +71,7 @@ def tree_attention_cpu(
             out.index_copy_(0, where, rows)
         else:
             out[where] = rows
-    return out.view(q.shape).to(q.dtype)
+    return out.view(num_rows, num_heads, v_dim).to(q.dtype)
 
 
 def _are_all(where: slice | torch.Tensor, num_rows: int) -> bool:
@@ -94,10 +94,10 @@ def _attend(
     Args:
         q: [n, Hkv, group, d], scaled; under a cap, twice what tanh is to take.
         keys: [num_slots * Hkv, d].
-        values: [num_slots * Hkv, d].
+        values: [num_slots * Hkv, dv].
         sinks: [Hkv, 1, G, 1], scaled as scores are; None: there are none.
         v_scale: Of the values.
-    Returns: [n, Hkv, group, d], a view of the workspace.
+    Returns: [n, Hkv, group, dv], a view of the workspace.
     Mutates: the workspace.
     """
     num_rows, _, group, head_dim = q.shape
@@ -125,7 +125,7 @@ def _attend(
     space.acc.div_(totals.unsqueeze(-1))
     if v_scale != 1:
         space.acc.mul_(v_scale)
-    return space.acc[:, :num_rows, :group, :head_dim].transpose(0, 1)
+    return space.acc[:, :num_rows, :group, : values.shape[1]].transpose(0, 1)
 
 
 def _gather(cache: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:

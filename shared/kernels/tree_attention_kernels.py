@@ -1,6 +1,7 @@
 """The two kernels of tree attention: over the tiles that rows share, then over each row's own.
 
 T rows, P programs per KV head, Hq query heads in Hkv groups of G, S states of each row and KV head.
+Heads of V have dv values, mostly as many as those of K, d.
 """
 
 from __future__ import annotations
@@ -31,17 +32,41 @@ _SEQUENTIAL_STATES = tl.constexpr(4)
 
 
 @triton.jit
+def _load_rows(
+    ptr,
+    slot,
+    NUM_KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    is_wanted,
+):
+    """Return a head's rows of a cache, [TILE, BLOCK]; see `_load_tile`."""
+    dim = tl.arange(0, BLOCK)
+    offset = slot.to(tl.int64)[:, None] * (NUM_KV_HEADS * WIDTH) + dim[None, :]
+    if WIDTH == BLOCK:
+        rows = tl.load(ptr + offset, mask=is_wanted)
+    else:
+        mask = (slot >= 0)[:, None] & (dim < WIDTH)[None, :]
+        if is_wanted is not None:
+            mask = mask & is_wanted
+        rows = tl.load(ptr + offset, mask=mask, other=0.0)
+    return rows
+
+
+@triton.jit
 def _load_tile(
     k_ptr,
     v_ptr,
     slot,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_BLOCK: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     is_wanted=None,
 ):
-    """Return K and V of slots, [TILE, d] each, as the caches have them: FP8 unscaled.
+    """Return K [TILE, d] and V [TILE, dv] of slots, as the caches have them: FP8 unscaled.
 
     Args:
         k_ptr: This head's K in slot 0.
@@ -49,17 +74,8 @@ def _load_tile(
         slot: [TILE].
         is_wanted: False: nothing is loaded, and what is returned is undefined.
     """
-    dim = tl.arange(0, DIM_BLOCK)
-    offset = slot.to(tl.int64)[:, None] * SLOT_STRIDE + dim[None, :]
-    if HEAD_DIM == DIM_BLOCK:
-        k = tl.load(k_ptr + offset, mask=is_wanted)
-        v = tl.load(v_ptr + offset, mask=is_wanted)
-    else:
-        mask = (slot >= 0)[:, None] & (dim < HEAD_DIM)[None, :]
-        if is_wanted is not None:
-            mask = mask & is_wanted
-        k = tl.load(k_ptr + offset, mask=mask, other=0.0)
-        v = tl.load(v_ptr + offset, mask=mask, other=0.0)
+    k = _load_rows(k_ptr, slot, NUM_KV_HEADS, HEAD_DIM, DIM_BLOCK, is_wanted)
+    v = _load_rows(v_ptr, slot, NUM_KV_HEADS, V_DIM, V_BLOCK, is_wanted)
     if k_ptr.dtype.element_ty == tl.uint8:
         k, v = from_e4m3(k, DOT_DTYPE), from_e4m3(v, DOT_DTYPE)
     return k.to(DOT_DTYPE), v.to(DOT_DTYPE)
@@ -83,11 +99,11 @@ def _load_sink(sinks_ptr, kv_head, head, GROUP: tl.constexpr):
 def _shared_tiles_kernel(
     q_ptr,  # [T, Hq, d]
     k_cache_ptr,  # [num_slots, Hkv, d]; of FP8 u8
-    v_cache_ptr,  # [num_slots, Hkv, d]; of FP8 u8
+    v_cache_ptr,  # [num_slots, Hkv, dv]; of FP8 u8
     sinks_ptr,  # [Hq] f32, unread unless HAS_SINKS
-    out_ptr,  # [T, Hq, d] mutated
+    out_ptr,  # [T, Hq, dv] mutated
     stats_ptr,  # [T, Hkv, S, G, 2] f32 mutated: largest, total
-    acc_ptr,  # [T, Hkv, S, G, d] f32 mutated
+    acc_ptr,  # [T, Hkv, S, G, dv] f32 mutated
     page_table_ptr,  # [max_reqs, max_pages_per_req] i32
     blocks_ptr,  # [P, 16] i32, see `schedule`
     rows_ptr,  # [T, 8] i32, likewise
@@ -102,6 +118,8 @@ def _shared_tiles_kernel(
     GROUP_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK_TILES: tl.constexpr,
@@ -140,7 +158,7 @@ def _shared_tiles_kernel(
     kv_len = tl.load(rows_ptr + (row_begin + row) * 8, mask=in_rows, other=0)
     kv_start = tl.load(rows_ptr + (row_begin + row) * 8 + 1, mask=in_rows, other=0)
     k_cache_ptr += kv_head * HEAD_DIM
-    v_cache_ptr += kv_head * HEAD_DIM
+    v_cache_ptr += kv_head * V_DIM
     # Slots are looked up one tile ahead: loads of K and V never wait for the page table. What no
     # row sees is replaced by something that one does.
     last_seen = tl.maximum(shared_end - 1, 0)
@@ -160,12 +178,12 @@ def _shared_tiles_kernel(
     q = tl.load(q_ptr + q_offset[:, None] + dim[None, :], mask=is_value, other=0.0).to(DOT_DTYPE)
     state_index = ((row_begin + row).to(tl.int64) * NUM_KV_HEADS + kv_head) * num_states
 
-    state = empty_state(QUERIES, DIM_BLOCK)
-    closed = empty_state(QUERIES, DIM_BLOCK)
+    state = empty_state(QUERIES, V_BLOCK)
+    closed = empty_state(QUERIES, V_BLOCK)
     for chunk in range(first_chunk, end_chunk):
         if SEQUENTIAL:
             closed = fold(closed, state)
-        state = empty_state(QUERIES, DIM_BLOCK)
+        state = empty_state(QUERIES, V_BLOCK)
         begin = tl.maximum(chunk_begin(chunk, CHUNK_TILES), first_tile)
         end = tl.minimum(chunk_begin(chunk + 1, CHUNK_TILES), end_tile)
         for _ in range(begin, end):
@@ -173,9 +191,11 @@ def _shared_tiles_kernel(
                 k_cache_ptr,
                 v_cache_ptr,
                 slot,
+                NUM_KV_HEADS,
                 HEAD_DIM,
                 DIM_BLOCK,
-                NUM_KV_HEADS * HEAD_DIM,
+                V_DIM,
+                V_BLOCK,
                 DOT_DTYPE,
             )
             seen = tl.minimum(tl.maximum(kv_index + TILE, earliest), last_seen)
@@ -188,7 +208,7 @@ def _shared_tiles_kernel(
             kv_index += TILE
         if not is_whole:
             index = (state_index + chunk) * GROUP + head
-            store_state(stats_ptr, acc_ptr, index, is_live, state, HEAD_DIM)
+            store_state(stats_ptr, acc_ptr, index, is_live, state, V_DIM)
 
     if is_whole:
         if is_chain:
@@ -196,24 +216,26 @@ def _shared_tiles_kernel(
             if HAS_SINKS:
                 folded = add_sink(folded, _load_sink(sinks_ptr, kv_head, head, GROUP))
             out = _scaled(attention_of(folded), v_scale).to(out_ptr.dtype.element_ty)
-            out_ptr += (row_begin.to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
-            out_offset = (row * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
-            tl.store(out_ptr + out_offset[:, None] + dim[None, :], out, mask=is_value)
+            out_ptr += (row_begin.to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * V_DIM)
+            out_offset = (row * (NUM_KV_HEADS * GROUP) + head) * V_DIM
+            v_dim = tl.arange(0, V_BLOCK)
+            is_out = is_live[:, None] & (v_dim < V_DIM)[None, :]
+            tl.store(out_ptr + out_offset[:, None] + v_dim[None, :], out, mask=is_out)
         else:
             index = state_index * GROUP + head
-            store_state(stats_ptr, acc_ptr, index, is_live, closed, HEAD_DIM)
-            store_state(stats_ptr, acc_ptr, index + GROUP, is_live, state, HEAD_DIM)
+            store_state(stats_ptr, acc_ptr, index, is_live, closed, V_DIM)
+            store_state(stats_ptr, acc_ptr, index + GROUP, is_live, state, V_DIM)
 
 
 @triton.jit(do_not_specialize=["num_states"])
 def _finish_rows_kernel(
     q_ptr,  # [T, Hq, d]
     k_cache_ptr,  # [num_slots, Hkv, d]; of FP8 u8
-    v_cache_ptr,  # [num_slots, Hkv, d]; of FP8 u8
+    v_cache_ptr,  # [num_slots, Hkv, dv]; of FP8 u8
     sinks_ptr,  # [Hq] f32, unread unless HAS_SINKS
-    out_ptr,  # [T, Hq, d] mutated
+    out_ptr,  # [T, Hq, dv] mutated
     stats_ptr,  # [T, Hkv, S, G, 2] f32 mutated: largest, total
-    acc_ptr,  # [T, Hkv, S, G, d] f32 mutated
+    acc_ptr,  # [T, Hkv, S, G, dv] f32 mutated
     own_slots_ptr,  # [T, OWN_SLOTS] i32, see `schedule`
     rows_ptr,  # [T, 8] i32, likewise
     q_stride,
@@ -227,6 +249,8 @@ def _finish_rows_kernel(
     GROUP_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_BLOCK: tl.constexpr,
     OWN_SLOTS: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK_TILES: tl.constexpr,
@@ -265,13 +289,14 @@ def _finish_rows_kernel(
 
     dim = tl.arange(0, DIM_BLOCK)
     in_dim = dim < HEAD_DIM
+    v_dim = tl.arange(0, V_BLOCK)
     has_path = own_tile < end_tile
     head = tl.arange(0, QUERIES)
     is_live = head < GROUP
     is_value = is_live[:, None] & in_dim[None, :]
     q_ptr += row * q_stride + kv_head * (GROUP * HEAD_DIM)
     k_cache_ptr += kv_head * HEAD_DIM
-    v_cache_ptr += kv_head * HEAD_DIM
+    v_cache_ptr += kv_head * V_DIM
     kv_index = own_tile * TILE + tl.arange(0, TILE)
     slots_ptr = own_slots_ptr + row * OWN_SLOTS + tl.arange(0, TILE)
     # Of these nothing is the work of the kernel before.
@@ -279,9 +304,11 @@ def _finish_rows_kernel(
         k_cache_ptr,
         v_cache_ptr,
         tl.load(slots_ptr),
+        NUM_KV_HEADS,
         HEAD_DIM,
         DIM_BLOCK,
-        NUM_KV_HEADS * HEAD_DIM,
+        V_DIM,
+        V_BLOCK,
         DOT_DTYPE,
         has_path,
     )
@@ -294,16 +321,18 @@ def _finish_rows_kernel(
         continues = has_shared & (chunk == shared_chunk)
         index = (row_states + chunk) * GROUP + head
         is_stored = head < tl.where(continues, GROUP, 0)
-        state = load_state(stats_ptr, acc_ptr, index, dim, is_stored, HEAD_DIM)
+        state = load_state(stats_ptr, acc_ptr, index, v_dim, is_stored, V_DIM)
         for tile in range(own_tile, end_tile):
             if tile > own_tile:
                 k, v = _load_tile(
                     k_cache_ptr,
                     v_cache_ptr,
                     tl.load(slots_ptr + (tile - own_tile) * TILE),
+                    NUM_KV_HEADS,
                     HEAD_DIM,
                     DIM_BLOCK,
-                    NUM_KV_HEADS * HEAD_DIM,
+                    V_DIM,
+                    V_BLOCK,
                     DOT_DTYPE,
                 )
             is_seen = (kv_index >= kv_start) & (kv_index < kv_len)
@@ -313,26 +342,26 @@ def _finish_rows_kernel(
             closes = tile + 1 == chunk_begin(chunk + 1, CHUNK_TILES)
             if closes | (tile + 1 == end_tile):
                 index = (row_states + chunk) * GROUP + head
-                store_state(stats_ptr, acc_ptr, index, is_live, state, HEAD_DIM)
-                state = empty_state(QUERIES, DIM_BLOCK)
+                store_state(stats_ptr, acc_ptr, index, is_live, state, V_DIM)
+                state = empty_state(QUERIES, V_BLOCK)
             kv_index += TILE
         tl.debug_barrier()  # other threads read what these stored
     elif is_chain & is_whole:
         return
 
     head = tl.arange(0, GROUP_BLOCK)
-    folded = empty_state(GROUP_BLOCK, DIM_BLOCK)
+    folded = empty_state(GROUP_BLOCK, V_BLOCK)
     end_chunk = tl.where(kv_len > 0, last_chunk + 1, first_chunk)
     for first in range(first_chunk, end_chunk, _STATES_AHEAD):
         for ahead in tl.static_range(_STATES_AHEAD):
             index = (row_states + first + ahead) * GROUP + head
             is_stored = head < tl.where(first + ahead < end_chunk, GROUP, 0)
-            state = load_state(stats_ptr, acc_ptr, index, dim, is_stored, HEAD_DIM)
+            state = load_state(stats_ptr, acc_ptr, index, v_dim, is_stored, V_DIM)
             folded = fold(folded, state)
     if HAS_SINKS:
         folded = add_sink(folded, _load_sink(sinks_ptr, kv_head, head, GROUP))
     out = _scaled(attention_of(folded), v_scale)
-    is_out = (head < GROUP)[:, None] & in_dim[None, :]
-    out_ptr += (row * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
-    out_ptrs = out_ptr + head[:, None] * HEAD_DIM + dim[None, :]
+    is_out = (head < GROUP)[:, None] & (v_dim < V_DIM)[None, :]
+    out_ptr += (row * NUM_KV_HEADS + kv_head) * (GROUP * V_DIM)
+    out_ptrs = out_ptr + head[:, None] * V_DIM + v_dim[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_out)

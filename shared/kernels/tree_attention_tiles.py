@@ -75,11 +75,11 @@ def chunk_begin(chunk, CHUNK_TILES: tl.constexpr):
 
 
 @triton.jit
-def empty_state(QUERIES: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    """Return the state of no tile: (largest [QUERIES], total [QUERIES], acc [QUERIES, d])."""
+def empty_state(QUERIES: tl.constexpr, V_BLOCK: tl.constexpr):
+    """Return the state of no tile: (largest [QUERIES], total [QUERIES], acc [QUERIES, dv])."""
     largest = tl.full((QUERIES,), NOTHING, dtype=tl.float32)
     total = tl.zeros((QUERIES,), dtype=tl.float32)
-    acc = tl.zeros((QUERIES, DIM_BLOCK), dtype=tl.float32)
+    acc = tl.zeros((QUERIES, V_BLOCK), dtype=tl.float32)
     return largest, total, acc
 
 
@@ -90,7 +90,7 @@ def add_tile(state, q, k, v, is_visible, scale, inner_scale, HAS_SOFTCAP: tl.con
     Args:
         q: [QUERIES, d].
         k: [64, d].
-        v: [64, d].
+        v: [64, dv].
         is_visible: [QUERIES, 64].
         scale: Of the scores, > 0, times log2(e): weights are powers of 2.
         inner_scale: HAS_SOFTCAP: scores are tanh of the products, which this multiplies twice and
@@ -161,7 +161,7 @@ def add_sink(state, sink):
 
 @triton.jit
 def attention_of(state):
-    """Return the weighted mean of V, [QUERIES, d]; 0 of an empty state."""
+    """Return the weighted mean of V, [QUERIES, dv]; 0 of an empty state."""
     return state[2] / tl.where(state[1] > 0.0, state[1], 1.0)[:, None] + 0.0
 
 

@@ -49,24 +49,24 @@ class Workspace:
     """Where a slice of rows is worked on; nothing in it outlives the slice's turn.
 
     An item of a product is one row's group of heads and one tile; a row's heads have the same
-    places in every item, whatever the slice. n, G and D are padded numbers of rows, heads of a
-    group, and values of a head.
+    places in every item, whatever the slice. n, G, D and Dv are padded numbers of rows, heads of a
+    group, and values of a head of K and of V.
 
     Args:
         rows: The slice.
         q: [Hkv, n, G, D], to be filled with the rows' queries and zeros.
         own_q: [num_own, Hkv, n, G, D], to be filled with the same ones.
         k: [tiles * Hkv * TILE, D] f32, gathered: shared tiles, then own tiles.
-        v: as k.
+        v: [tiles * Hkv * TILE, Dv] f32, likewise.
         score_batches: Queries by keys of all tiles.
         shared_batches: Weights by values of every shared tile, ascending; into `product`.
         own_batches: Weights by values of all own tiles, into `own_products`.
-        product: [Hkv, n, G, D], of one shared tile.
-        own_products: [num_own, Hkv, n, G, D].
+        product: [Hkv, n, G, Dv], of one shared tile.
+        own_products: [num_own, Hkv, n, G, Dv].
         scores: [tiles, Hkv, n, G, TILE].
         masked_scores: Those to which the slice's mask is added.
         score_chunks: The same memory as scores, flat, in parts.
-        acc: [Hkv, n, G, D].
+        acc: [Hkv, n, G, Dv].
     """
 
     rows: RowSlice
@@ -97,17 +97,17 @@ def multiply(library: BatchLibrary, batches: Sequence[Batch]) -> None:
 
 
 def make_workspaces(
-    slices: Sequence[RowSlice], shape: tuple[int, int, int], device: torch.device
+    slices: Sequence[RowSlice], shape: tuple[int, int, int, int], device: torch.device
 ) -> tuple[Workspace, ...]:
     """Return a workspace per slice, all in the same memory.
 
     Args:
-        shape: (Hkv, group, d).
+        shape: (Hkv, group, d, dv).
     """
-    num_kv_heads, group, head_dim = shape
-    group, head_dim = padded(group, GROUP_MULTIPLE), padded(head_dim, ALIGNED_VALUES)
+    num_kv_heads, group = shape[0], padded(shape[1], GROUP_MULTIPLE)
+    head_dim, v_dim = (padded(width, ALIGNED_VALUES) for width in shape[2:])
     row = num_kv_heads * group * head_dim  # values of a row's queries
-    tile = CPU_KV_TILE * head_dim
+    out_row = num_kv_heads * group * v_dim
     # A slice of fewer items than a batch has computes with what lies behind them, too.
     spare = BATCH_ITEMS
     num_rows = max((s.num_padded for s in slices), default=0)
@@ -117,15 +117,15 @@ def make_workspaces(
     sizes = (
         (num_rows + spare) * row,
         (num_own + spare) * row,
-        num_gathered * head_dim + spare * tile,
-        num_gathered * head_dim + spare * tile,
+        (num_gathered + spare * CPU_KV_TILE) * head_dim,
+        (num_gathered + spare * CPU_KV_TILE) * v_dim,
         (num_items + spare) * num_kv_heads * group * CPU_KV_TILE,
-        num_rows * row,
-        (num_own + spare) * row,
-        num_rows * row,
+        num_rows * out_row,
+        (num_own + spare) * out_row,
+        num_rows * out_row,
     )
     buffers = _buffers(sizes, device)
-    padded_shape = (num_kv_heads, group, head_dim)
+    padded_shape = (num_kv_heads, group, head_dim, v_dim)
     return tuple(_cached_workspace(rows, padded_shape, device, buffers) for rows in slices)
 
 
@@ -177,7 +177,7 @@ def _buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
 
 def _cached_workspace(
     rows: RowSlice,
-    shape: tuple[int, int, int],
+    shape: tuple[int, int, int, int],
     device: torch.device,
     buffers: Sequence[torch.Tensor],
 ) -> Workspace:
@@ -196,7 +196,7 @@ def _cached_workspace(
 
 def _workspace(
     rows: RowSlice,
-    shape: tuple[int, int, int],
+    shape: tuple[int, int, int, int],
     q_buffer: torch.Tensor,
     own_q_buffer: torch.Tensor,
     k_buffer: torch.Tensor,
@@ -206,16 +206,17 @@ def _workspace(
     own_product_buffer: torch.Tensor,
     acc_buffer: torch.Tensor,
 ) -> Workspace:
-    num_kv_heads, group, head_dim = shape
+    num_kv_heads, group, head_dim, v_dim = shape
     n, num_shared, num_own = rows.num_padded, rows.num_shared, rows.num_own
     by_row = (num_kv_heads, n, group, head_dim)
+    out_by_row = (num_kv_heads, n, group, v_dim)
     # The same memory where there is one tile of each row: nothing is to be repeated.
     own_q_buffer = q_buffer if num_own == 1 else own_q_buffer
     num_shared_items, num_own_items = num_shared * num_kv_heads, num_own * num_kv_heads * n
     k_tiles = _tiles(k_buffer, num_shared_items + num_own_items, head_dim)
-    v_tiles = _tiles(v_buffer, num_shared_items + num_own_items, head_dim)
+    v_tiles = _tiles(v_buffer, num_shared_items + num_own_items, v_dim)
     q = _part(q_buffer, by_row)
-    product = _part(product_buffer, by_row)
+    product = _part(product_buffer, out_by_row)
     num_score_rows = (num_shared_items * n + max(num_own_items, BATCH_ITEMS)) * group
     score_items = _part(score_buffer, (num_score_rows, CPU_KV_TILE)).unflatten(0, (-1, group))
     scores = _part(score_buffer, (num_shared + num_own, num_kv_heads, n, group, CPU_KV_TILE))
@@ -237,8 +238,9 @@ def _workspace(
     own_k = k_tiles[num_shared_items:].transpose(1, 2)
     own_v = v_tiles[num_shared_items:]
     own_scores = score_items[num_shared_items * n :]
-    own_items = (max(num_own_items, BATCH_ITEMS), group, head_dim)
-    own_q, own_products = _part(own_q_buffer, own_items), _part(own_product_buffer, own_items)
+    own_items = (max(num_own_items, BATCH_ITEMS), group)
+    own_q = _part(own_q_buffer, (*own_items, head_dim))
+    own_products = _part(own_product_buffer, (*own_items, v_dim))
     for part in _batches_of(num_own_items):
         score_batches.append(Batch(a=own_q[part], b=own_k[part], out=own_scores[part]))
         own_batches.append(Batch(a=own_scores[part], b=own_v[part], out=own_products[part]))
@@ -247,16 +249,16 @@ def _workspace(
         q=q,
         own_q=_part(own_q_buffer, (num_own, *by_row)),
         k=_part(k_buffer, (len(rows.index), head_dim)),
-        v=_part(v_buffer, (len(rows.index), head_dim)),
+        v=_part(v_buffer, (len(rows.index), v_dim)),
         score_batches=tuple(score_batches),
         shared_batches=tuple(shared_batches),
         own_batches=tuple(own_batches),
         product=product,
-        own_products=_part(own_product_buffer, (num_own, *by_row)),
+        own_products=_part(own_product_buffer, (num_own, *out_by_row)),
         scores=scores,
         masked_scores=scores[rows.masked_tile :],
         score_chunks=scores.flatten().split(ELEMENTWISE_CHUNK),
-        acc=_part(acc_buffer, by_row),
+        acc=_part(acc_buffer, out_by_row),
     )
 
 

@@ -50,13 +50,9 @@ class KVPool:
     ) -> None:
         self.page_size = page_size
         self.device = device
-        num_slots = num_pages * page_size
         self.layers = [
-            tuple(
-                _zeros((num_slots, shape.num_heads, shape.width), dtype, device)
-                for _ in layout.caches
-            )
-            for shape in layout.layers
+            tuple(_zeros(shape, dtype, device) for shape in shapes)
+            for shapes in layout.cache_shapes(num_pages * page_size)
         ]
         # Where caches lie, for `move_paths`: they never move.
         self.cache_groups = group_caches(self.caches)

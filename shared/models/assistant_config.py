@@ -111,7 +111,7 @@ class AssistantConfig:
         for layer_id, cache in enumerate(self.cache_of_layer):
             own = self.decoder.at_layer(layer_id)
             has = shapes[by_kind[cache]]
-            if (own.num_kv_heads, own.head_dim) != (has.num_heads, has.width):
+            if (own.num_kv_heads, own.head_dim, own.head_dim) != (has.num_heads, *has.widths):
                 raise CheckpointError(
                     f"{self.source}: layer {layer_id} has num_key_value_heads = "
                     f"{own.num_kv_heads} and head_dim = {own.head_dim}, but layer "

@@ -151,7 +151,7 @@ def _assistant_spec(draft_dir: Path, target: ModelConfig) -> FeatureSpec:
     layers = config.kv_layout(target).layers
     return FeatureSpec(
         kv_layer_ids=config.kv_layer_ids(target),
-        width=2 * sum(shape.num_heads * shape.width for shape in layers) + hidden_size,
+        width=sum(shape.num_heads * sum(shape.widths) for shape in layers) + hidden_size,
     )
 
 

@@ -88,7 +88,7 @@ class FrozenKVDraft:
             )
         self._rows = LayerRows(decoder, context_len, self.device)
         shapes = self.kv_layout.layers
-        kv_widths = [shape.num_heads * shape.width for shape in shapes for _ in range(2)]
+        kv_widths = [shape.num_heads * width for shape in shapes for width in shape.widths]
         self._widths = [*kv_widths, width]
 
     @classmethod

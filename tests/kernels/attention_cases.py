@@ -23,7 +23,7 @@ class Block:
     Args:
         q: [N, Hq, d].
         k: [prefix_len + N, Hkv, d] by logical slot.
-        v: [prefix_len + N, Hkv, d] by logical slot.
+        v: [prefix_len + N, Hkv, dv] by logical slot.
         prefix_len: Tokens that all rows see.
         parents: [N] index of each row's parent in the block, -1 above the first; None: a chain.
     """
@@ -62,18 +62,20 @@ def random_block(
     num_heads: int = 2,
     num_kv_heads: int = 1,
     head_dim: int = 16,
+    v_dim: int | None = None,
 ) -> Block:
     """Return a block of random values.
 
     Args:
         shape: The length of a chain, or the parents of a tree.
+        v_dim: Values of a head of V; None: as many as of the others.
     """
     num_rows = shape if isinstance(shape, int) else len(shape)
-    kv_shape = (prefix_len + num_rows, num_kv_heads, head_dim)
+    kv_shape = (prefix_len + num_rows, num_kv_heads)
     return Block(
         q=torch.randn(num_rows, num_heads, head_dim),
-        k=torch.randn(kv_shape),
-        v=torch.randn(kv_shape),
+        k=torch.randn(*kv_shape, head_dim),
+        v=torch.randn(*kv_shape, v_dim or head_dim),
         prefix_len=prefix_len,
         parents=None if isinstance(shape, int) else shape,
     )
@@ -98,7 +100,8 @@ def pack(
     page_table = torch.zeros((len(blocks) + 2, max(pages_of) + 1), dtype=torch.int32)
     req_idx = torch.arange(len(blocks), dtype=torch.int32).flip(0) + 1
     num_slots = (len(order) + 1) * page_size
-    caches = [torch.full((num_slots, *blocks[0].k.shape[1:]), torch.nan) for _ in range(2)]
+    shapes = [tensor.shape[1:] for tensor in (blocks[0].k, blocks[0].v)]
+    caches = [torch.full((num_slots, *shape), torch.nan) for shape in shapes]
     paths = [[block.path(row) for row in range(len(block.q))] for block in blocks]
     depth = max(len(path) for block in paths for path in block)
     num_rows = [len(block.q) for block in blocks]
@@ -143,12 +146,12 @@ def pack(
 def exact(
     batch: Batch, scale: float, sinks: torch.Tensor | None = None, *, softcap: float = 0.0
 ) -> torch.Tensor:
-    """Return the attention of every row in float64, on the CPU. [T, Hq, d]."""
+    """Return the attention of every row in float64, on the CPU. [T, Hq, dv]."""
     params = AttentionParams(scale=scale, sinks=sinks, softcap=softcap)
     return tree_attention_ref(batch.q, batch.k_cache, batch.v_cache, batch.metadata, params).cpu()
 
 
 def attention_of(batch: Batch, scale: float, **fields: Any) -> torch.Tensor:
-    """Return what `tree_attention` has of every row. [T, Hq, d]."""
+    """Return what `tree_attention` has of every row. [T, Hq, dv]."""
     params = AttentionParams(scale=scale, **fields)
     return tree_attention(batch.q, batch.k_cache, batch.v_cache, batch.metadata, params)

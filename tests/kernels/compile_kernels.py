@@ -153,14 +153,17 @@ def kernels(dtype: str):
             {"WIDTH": 1000, "BLOCK": 1024, "HAS_ROOTS": has_roots, "HAS_MULTIPLIER": has_roots},
         )
     yield from norm_kernels(dtype)
-    kv = [(values, values, True), ("*fp32", values, True), ("*fp32", values, False)]
-    for weights, caches, has_kv in (*kv, (values, "*u8", True)):
+    kv = [(values, values, True, 64), ("*fp32", values, True, 64), ("*fp32", values, False, 64)]
+    kv += [(values, "*u8", True, 64), (values, values, True, 32), (values, "*u8", True, 32)]
+    for weights, caches, has_kv, v_half in kv:
         factors = {} if caches == "*u8" else {"k_factor": None, "v_factor": None}
+        if v_half == 64:
+            factors["v_multiplier"] = None
         yield (
             rope_store._rope_store_kernel,
             ["*fp32", values, weights, weights, "*fp32", "*fp32", "*i32", values, caches, caches]
             + ["i32", "i32", "fp32"]
-            + ["fp32"] * (2 - len(factors)),
+            + ["fp32"] * (3 - len(factors)),
             {
                 **factors,
                 "HAS_BIAS": True,
@@ -171,6 +174,7 @@ def kernels(dtype: str):
                 "NUM_HEADS": 32,
                 "NUM_KV_HEADS": 8,
                 "HALF": 64,
+                "V_HALF": v_half,
                 "HALF_BLOCK": 64,
                 "HEADS": 8,
             },
@@ -410,15 +414,17 @@ def sampling_kernels():
 def attention_kernels(dtype: str):
     """Yield tree attention: with states split and in sequence, of narrow and wide heads."""
     dot = DOT_DTYPES[dtype]
-    # Head size, whether states are in sequence, whether there are sinks, dtype of the caches.
-    cases = [(80, False, False), (128, False, False), (128, True, False)]
+    # Head sizes of K and V, whether states are in sequence, whether there are sinks, dtype of the
+    # caches.
+    cases = [(80, 80, False, False), (128, 128, False, False), (128, 128, True, False)]
     if dtype != "fp32":
-        cases += [(64, False, False), (256, False, False), (256, True, False)]
-        cases += [(64, False, True), (64, True, True)]  # of gpt-oss
-        cases += [(512, False, False), (512, True, False)]  # of Gemma 4
+        cases += [(64, 64, False, False), (256, 256, False, False), (256, 256, True, False)]
+        cases += [(64, 64, False, True), (64, 64, True, True)]  # of gpt-oss
+        cases += [(512, 512, False, False), (512, 512, True, False)]  # of Gemma 4
+    cases += [(192, 128, False, False), (192, 128, True, True)]  # of MiMo-V2
     variants = [(*case, dtype) for case in cases]
     variants += [(*case, "u8") for case in cases if case[0] != 64]
-    for head_dim, is_sequential, has_sinks, caches in variants:
+    for head_dim, v_dim, is_sequential, has_sinks, caches in variants:
         dim_block = triton.next_power_of_2(head_dim)
         queries = tree_attention.choose_queries(dot)
         shape = {
@@ -428,6 +434,8 @@ def attention_kernels(dtype: str):
             "GROUP_BLOCK": 8,
             "HEAD_DIM": head_dim,
             "DIM_BLOCK": dim_block,
+            "V_DIM": v_dim,
+            "V_BLOCK": triton.next_power_of_2(v_dim),
             "TILE": tree_attention_tiles.TRITON_KV_TILE,
             "CHUNK_TILES": tree_attention_tiles.TRITON_CHUNK_TILES,
             "SEQUENTIAL": is_sequential,

@@ -47,7 +47,7 @@ def settled(library: ProductLibrary, weight: torch.Tensor) -> CpuWeight:
     products = products_of(library)
     packed = products.weight(weight)
     assert isinstance(packed, CpuWeight)
-    settle_products(products, (4, 16))
+    settle_products(products, (4, 16, 16))
     return packed
 
 
@@ -60,7 +60,7 @@ def test_a_way_that_passes_the_probe_is_kept(library: ProductLibrary) -> None:
         products = products_of(library)
         packed = products.weight(torch.randn(shape))
         assert isinstance(packed, CpuWeight) and probe_weight(packed)
-        settle_products(products, (4, 16))
+        settle_products(products, (4, 16, 16))
         assert products.linear is library or products.linear.is_invariant
 
 
@@ -154,7 +154,7 @@ def test_the_probe_catches_a_product_that_minds_places(
     packed = products.weight(weight)
     assert isinstance(packed, CpuWeight)
     assert not probe_weight(packed)
-    settle_products(products, (4, 16))
+    settle_products(products, (4, 16, 16))
     assert "exactness: rows of a BLAS that minds places's products" in caplog.text
     assert products.linear.is_invariant and probe_weight(packed)
     expected = CpuWeight(weight, CpuProducts([])).multiply(weight[:1])
@@ -180,10 +180,10 @@ def test_products_that_mind_addresses_see_none_but_aligned_ones() -> None:
 def test_the_probe_catches_batches_that_mind_places(
     group: int, head_dim: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert not probe_batches(PlaceSensitiveBatches(), group, head_dim)
-    assert probe_batches(ElementwiseBatches(), group, head_dim)
+    assert not probe_batches(PlaceSensitiveBatches(), group, head_dim, head_dim)
+    assert probe_batches(ElementwiseBatches(), group, head_dim, head_dim)
     products = CpuProducts(attention=[PlaceSensitiveBatches()])
-    settle_products(products, (group, head_dim))
+    settle_products(products, (group, head_dim, head_dim))
     assert products.attention.is_invariant
     assert "attention is multiplied by elementwise arithmetic" in caplog.text
 
@@ -201,7 +201,7 @@ def test_attention_is_right_in_every_way(library: BatchLibrary, group: int, head
     ]
     batch = pack(blocks, page_size=4, device=torch.device("cpu"))
     products = CpuProducts(attention=[library])
-    settle_products(products, (group, head_dim))
+    settle_products(products, (group, head_dim, head_dim))
     outs = [
         tree_attention_cpu(
             batch.q,

@@ -12,7 +12,7 @@ from shared.kernels.tree_attention_plan import CPU_KV_TILE, RowSlice
 from shared.kernels.tree_attention_workspace import make_workspaces
 
 CPU = torch.device("cpu")
-SHAPE = (2, 2, 16)
+SHAPE = (2, 2, 16, 16)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_slices_of_one_form_share_views_and_nothing_else() -> None:
         (other,) = make_workspaces([rows], SHAPE, CPU)
         assert other.scores.shape[:3] == (rows.num_shared + rows.num_own, 2, rows.num_padded)
         assert other.masked_scores.shape[0] == len(rows.mask)
-    (other,) = make_workspaces([first], (1, 2, 16), CPU)
+    (other,) = make_workspaces([first], (1, 2, 16, 16), CPU)
     assert other.q.shape[0] == 1
 
 
