@@ -240,7 +240,9 @@ def special_of(family: Family) -> str:
 def _attention_of(family: Family) -> list[str]:
     named = {
         "latent attention (MLA)": family.has_latent_attention,
-        "attention sinks": family.has_sinks,
+        "attention sinks": bool(family.sinks) and not family.has_window_heads,
+        "other heads in layers with a window, sinks in these": family.has_window_heads,
+        "values narrower than keys, and scaled": family.has_window_heads,
         "norms of q and k": bool(family.has_qk_norm),
         "norms of q and k over all heads": family.has_wide_qk_norm,
         "norms of q and k after rope": family.has_late_qk_norm,

@@ -335,5 +335,4 @@ def _read_taken(read: ReadBack, batch: StepBatch, verified: VerifyOutput) -> Non
 def _few_rows_of(config: ModelConfig) -> int:
     if config.latent is not None:
         return 0
-    shapes = set(config.kv_layout.layers)
-    return min(few_rows_of(config.num_heads, shape.num_heads) for shape in shapes)
+    return min(few_rows_of(heads, shape.num_heads) for heads, shape in config.head_shapes)

@@ -60,8 +60,7 @@ def run_self_test(runner: TargetRunner) -> SelfTestResult:
     """
     products, config = runner.model.products, runner.model.config
     if products.weights:  # none are a CPU's on a GPU
-        shapes = dict.fromkeys(config.kv_layout.layers)
-        heads = [(config.num_heads // shape.num_heads, shape.width) for shape in shapes]
+        heads = [(heads // shape.num_heads, *shape.widths) for heads, shape in config.head_shapes]
         settle_products(products, *heads)
     result = _compare_ways(runner)
     if products.weights and not result.is_exact and not products.is_invariant:

@@ -287,6 +287,38 @@ GPT_OSS = {
         "truncate": False,
     },
 }
+# Layers with a window have twice the K/V heads, and sinks; the first layer is dense; values of a
+# head are fewer than those of Q and K, of which ten are rotated.
+MIMO_V2 = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "v_head_dim": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "attention_bias": True,
+    "sliding_window": 21,
+    "layer_types": [
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+    ],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": {
+        "full_attention": YARN | {"partial_rotary_factor": 0.42},
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": 300.0,
+            "partial_rotary_factor": 0.42,
+        },
+    },
+}
 GLM4_MOE = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -611,6 +643,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "deepseek-v2": lambda d: write(d, "deepseek_v2", **DEEPSEEK_V2),
     "kimi-k2": write_kimi_k2,
     "glm4-moe-lite": lambda d: write(d, "glm4_moe_lite", **GLM4_MOE_LITE),
+    "mimo-v2": lambda d: write(d, "mimo_v2_flash", **MIMO_V2),
     "minimax-m2": lambda d: write(d, "minimax_m2", **MINIMAX_M2),
     "olmoe": lambda d: write(d, "olmoe", **OLMOE),
     "dots1": lambda d: write(d, "dots1", **DOTS1),

@@ -150,7 +150,7 @@ class Attention:
         self._residual_multiplier = config.residual_multiplier
         q_width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
-        parts = {"q": q_width, "k": kv_width, "v": kv_width}
+        parts = {"q": q_width, "k": kv_width, "v": config.num_kv_heads * config.v_dim}
         order = paired_rows(config.rope, config.head_dim)
         fused = "qkv" if "qkv" in config.fused_projections else None
         copies = {"v": "k"} if config.has_k_as_v else None
@@ -161,15 +161,17 @@ class Attention:
         if config.has_qkv_bias:
             bias = load_biases(reader, prefix, parts, copies)
             self._qkv_bias = pair_rows(bias, order, q_width + kv_width)
-        self._o = reader.load_projection(f"{prefix}.o_proj.weight", (config.hidden_size, q_width))
+        out_width = config.num_heads * config.v_dim
+        self._o = reader.load_projection(f"{prefix}.o_proj.weight", (config.hidden_size, out_width))
         self._o_bias = None
         if config.has_o_bias:
             self._o_bias = reader.load(f"{prefix}.o_proj.bias", (config.hidden_size,))
             self._o_bias *= config.residual_multiplier
         self._widths = list(parts.values())
         sinks = None
-        if config.has_sinks:
-            sinks = reader.load(f"{prefix}.sinks", (config.num_heads,), dtype=torch.float32)
+        if config.sinks:
+            name = f"{prefix}.{config.sinks}"
+            sinks = reader.load(name, (config.num_heads,), dtype=torch.float32)
         self._params = AttentionParams(
             scale=config.attention_multiplier or config.head_dim**-0.5,
             sinks=sinks,
@@ -177,6 +179,7 @@ class Attention:
             kv_scales=load_kv_scales(reader, prefix),
         )
         self._has_v_norm = config.has_v_norm
+        self._v_multiplier = config.v_multiplier
         self._norms = self._wide_norms = None
         if config.has_qk_norm:
             widths = (config.head_dim, config.head_dim)
@@ -214,7 +217,7 @@ class Attention:
 
         Args:
             x: [T, input_width].
-            caches: K and V, [num_slots, Hkv, d] each, in the dtype of x or in FP8.
+            caches: K [num_slots, Hkv, d] and V [num_slots, Hkv, dv], in the dtype of x or in FP8.
         Returns: What to add to the residual stream.
         Mutates: rows of `caches` named by the slot mapping.
         """
@@ -236,6 +239,7 @@ class Attention:
             dtype=dtype,
             scales=self._params.kv_scales,
             has_v_norm=self._has_v_norm,
+            v_multiplier=self._v_multiplier,
         )
         if self._late_norm is not None:
             q = (q * self._late_norm).to(dtype)
@@ -245,7 +249,7 @@ class Attention:
         return multiply(out.flatten(1), self._o, self._o_bias, self._residual_multiplier)
 
     def stored(self, slots: torch.Tensor, caches: LayerCaches, dtype: torch.dtype) -> torch.Tensor:
-        """Return what the caches hold of slots, K and beside it V. [T, 2 * Hkv * d]
+        """Return what the caches hold of slots, K and beside it V. [T, Hkv * (d + dv)]
 
         Args:
             slots: [T] i64.
@@ -261,7 +265,7 @@ class Attention:
         )
 
     def _normed(self, addends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Add up q, k and v, and norm q and k over all heads. [1, T, Hq d + 2 Hkv d] f32."""
+        """Add up q, k and v, and norm q and k over all heads. [1, T, Hq d + Hkv (d + dv)] f32."""
         assert self._wide_norms is not None
         qkv = sum_addends(addends, self._qkv_bias, dtype)
         q, k, v = qkv.split(self._widths, dim=1)

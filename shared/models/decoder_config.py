@@ -24,6 +24,7 @@ from shared.models.families import (
     NormRule,
 )
 from shared.models.family_fields import has_gelu, parse_multipliers, parse_ropes
+from shared.models.hybrid_config import next_token_layers, parse_window_heads, with_usual_names
 from shared.models.latent_config import LatentConfig, parse_latent
 from shared.models.layer_heads import LayerHeads, parse_layer_heads
 from shared.models.quantization import parse_quantization
@@ -51,6 +52,7 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "embedding_multiplier": (1.0,),
     "residual_multiplier": (1.0,),
     "attention_multiplier": (),
+    "attention_value_scale": (1.0,),
     "partial_rotary_factor": (1.0,),
     "no_rope_layers": ((), []),
     "clip_qkv": (),
@@ -67,7 +69,8 @@ class ModelConfig:
         num_heads, num_kv_heads: Query heads, K/V heads.
         has_qkv_bias, has_o_bias, has_mlp_bias: Which projections have a bias.
         has_qk_norm: q and k are RMS-normalised per head before the rotary embedding.
-        has_sinks: Each query head has a score without a V, which all tokens see.
+        sinks: Name of the tensor of attention sinks: of each query head a score without a V, which
+            all tokens see; "": there are none.
         has_wide_qk_norm: They are, over the values of all heads at once.
         has_late_qk_norm: They are, per head, after the rotary embedding.
         layer_norms: Where the norms of a layer are, and what they are called.
@@ -91,8 +94,10 @@ class ModelConfig:
         unrotated_layers: Layers without a rotary embedding.
         has_vision: A vision tower is in the checkpoint, too, and left out.
         num_mtp_layers: Layers of multi-token prediction in the checkpoint.
-        layer_heads: K/V heads of each layer, where layers differ in them; empty: all have
-            `num_kv_heads` of `head_dim`.
+        mtp: Those layers as a decoder, where they are other layers than the last ones of the model.
+        v_head_dim: Values of a head of V; None: `head_dim`.
+        v_multiplier: What V is multiplied by.
+        layer_heads: Heads of each layer, where layers differ in them; empty: all have those above.
         has_v_norm: Each head of V is RMS-normalised, without a weight.
         has_k_as_v: V is what K's projection returns, before K's norm and rotary embedding.
         has_own_kv: Layers have K and V; False: they attend to those of another model's layers.
@@ -122,7 +127,9 @@ class ModelConfig:
     has_qk_norm: bool = False
     has_wide_qk_norm: bool = False
     has_late_qk_norm: bool = False
-    has_sinks: bool = False
+    sinks: str = ""
+    v_head_dim: int | None = None
+    v_multiplier: float = 1.0
     has_v_norm: bool = False
     has_k_as_v: bool = False
     has_own_kv: bool = True
@@ -147,6 +154,7 @@ class ModelConfig:
     unrotated_layers: tuple[int, ...] = ()
     has_vision: bool = False
     num_mtp_layers: int = 0
+    mtp: ModelConfig | None = None
     latent: LatentConfig | None = None
     quantization: str = ""
     eos_token_ids: tuple[int, ...] = ()
@@ -158,30 +166,46 @@ class ModelConfig:
         return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
 
     @property
+    def v_dim(self) -> int:
+        """Return how many values a head of V has."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
     def kv_layout(self) -> KVLayout:
         """Return what its layers keep of every token."""
         if self.latent is not None:
             width = self.latent.cached_width
             return KVLayout.uniform(self.num_layers, 1, width, caches=("latent",))
-        if not self.layer_heads:
-            return KVLayout.uniform(self.num_layers, self.num_kv_heads, self.head_dim)
+        layers = self.layer_heads or (self,) * self.num_layers
         return KVLayout(
             layers=tuple(
-                CacheShape(num_heads=heads.num_kv_heads, width=heads.head_dim)
-                for heads in self.layer_heads
+                CacheShape(num_heads=one.num_kv_heads, width=one.head_dim, v_width=one.v_head_dim)
+                for one in layers
             )
         )
 
+    @property
+    def head_shapes(self) -> list[tuple[int, CacheShape]]:
+        """Return the query heads of a layer and the shape of its caches, once for each that
+        differs.
+        """
+        layers = enumerate(self.kv_layout.layers)
+        return [*dict.fromkeys((self.at_layer(i).num_heads, shape) for i, shape in layers)]
+
     def at_layer(self, layer_id: int) -> ModelConfig:
         """Return the config of one layer, whose heads may be others than those of the first."""
-        if not self.layer_heads:
-            return self
-        heads = self.layer_heads[layer_id]
+        return self.with_heads(self.layer_heads[layer_id]) if self.layer_heads else self
+
+    def with_heads(self, heads: LayerHeads) -> ModelConfig:
+        """Return the config of layers that all have these heads."""
         return replace(
             self,
+            num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
+            v_head_dim=heads.v_head_dim,
             has_k_as_v=heads.has_k_as_v,
+            sinks=self.sinks if heads.has_sinks else "",
             layer_heads=(),
         )
 
@@ -277,8 +301,14 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         windows=windows,
     )
     multipliers: dict[str, Any] = parse_multipliers(fields, source, family)
-    heads = LayerHeads(num_kv_heads=num_kv_heads, head_dim=head_dim)
-    return ModelConfig(
+    heads = LayerHeads(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    layer_heads: tuple[LayerHeads, ...] = ()
+    if family.has_layer_heads:
+        layer_heads = parse_layer_heads(fields, source, windows, heads)
+    if family.has_window_heads:
+        by_kind = parse_window_heads(fields, source, windows, heads)
+        layer_heads = tuple(by_kind[window > 0] for window in windows)
+    config = ModelConfig(
         vocab_size=require_int(fields, "vocab_size", source),
         hidden_size=require_int(fields, "hidden_size", source),
         intermediate_size=require_int(fields, "intermediate_size", source),
@@ -298,12 +328,10 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         has_qk_norm=_is_set(fields, family.has_qk_norm),
         has_wide_qk_norm=family.has_wide_qk_norm,
         has_late_qk_norm=family.has_late_qk_norm,
-        has_sinks=family.has_sinks,
+        sinks=family.sinks,
         has_v_norm=family.has_v_norm,
         has_layer_scalar=family.has_layer_scalar,
-        layer_heads=parse_layer_heads(fields, source, windows, heads, num_heads=num_heads)
-        if family.has_layer_heads
-        else (),
+        layer_heads=layer_heads,
         layer_norms=family.layer_norms,
         norm_rule=family.norm_rule,
         fused_projections=family.fused,
@@ -325,6 +353,9 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         ),
         **multipliers,
     )
+    if not family.has_window_heads:
+        return config
+    return replace(config, mtp=next_token_layers(config, by_kind[True], windows))
 
 
 def _fields_of(fields: Mapping[str, Any], source: str, family: Family) -> dict[str, Any]:
@@ -335,6 +366,8 @@ def _fields_of(fields: Mapping[str, Any], source: str, family: Family) -> dict[s
     """
     if family.text_type:
         fields = _language_fields(fields, source, family)
+    if family.has_window_heads:
+        fields = with_usual_names(fields, source)
     computed = family.computed_fields
     refused = {k: v for k, v in _UNSUPPORTED_FIELDS.items() if k not in computed}
     refuse_fields(

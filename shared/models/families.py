@@ -79,8 +79,10 @@ class Family:
         has_late_qk_norm: They are, per head, after the rotary embedding.
         has_v_norm: Each head of V is RMS-normalised, without a weight.
         has_layer_heads: K/V heads of layers without a window may be others, see layer_heads.py.
+        has_window_heads: Heads of layers with a window may be others, see hybrid_config.py.
         has_layer_scalar: What a layer returns is multiplied by a learned number.
-        has_sinks: Attention has sinks: of each head a learned score without a V.
+        sinks: Tensor of attention sinks, of each head a learned score without a V; "": there are
+            none.
         layer_norms: Where the norms of a layer are.
         norm_rule: How all norms scale.
         window: Where `sliding_window` holds.
@@ -120,7 +122,8 @@ class Family:
     has_v_norm: bool = False
     has_layer_heads: bool = False
     has_layer_scalar: bool = False
-    has_sinks: bool = False
+    has_window_heads: bool = False
+    sinks: str = ""
     layer_norms: LayerNorms = LayerNorms()
     norm_rule: NormRule = NormRule.ROUNDED
     window: Window = Window.NEVER
@@ -521,7 +524,7 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": Family(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
-        has_sinks=True,
+        sinks="sinks",
         norm_rule=NormRule.WIDE,
         window=Window.PATTERN,
         window_period=2,
@@ -539,6 +542,27 @@ FAMILIES: dict[str, Family] = {
             always_normalises=True,
             tensors=ExpertTensors(router="router", is_fused=True),
         ),
+    ),
+    "MiMoV2FlashForCausalLM": Family(
+        qkv_bias="attention_bias",
+        has_own_head_dim=True,
+        has_window_heads=True,
+        sinks="attention_sink_bias",
+        window=Window.PATTERN,
+        window_period=6,
+        rotary_share=0.334,
+        has_local_rope=True,
+        implemented=("attention_value_scale",),
+        refused={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+        | {"n_shared_experts": (0,), "rope_scaling": (), "hybrid_block_size": ()}
+        | {"attention_projection_layout": ("split",)},
+        # Published files name neither their layers of multi-token prediction nor these defaults.
+        defaults={"num_nextn_predict_layers": 3, "attention_value_scale": 0.707}
+        | {"rope_theta": 5_000_000.0, "rope_local_base_freq": 10_000.0, "rms_norm_eps": 1e-5}
+        | {"norm_topk_prob": True, "first_k_dense_replace": 1, "sliding_window": 129},
+        other_names={"rms_norm_eps": "layernorm_epsilon", "rope_local_base_freq": "swa_rope_theta"},
+        experts=replace(_SIGMOID_EXPERTS, has_shared=False),
+        has_mtp=True,
     ),
     "DeepseekV2ForCausalLM": Family(
         has_latent_attention=True,

@@ -20,6 +20,7 @@ from shared.models.rope_config import (
 _GELU = "gelu_pytorch_tanh"
 _MULTIPLIERS = {
     **{name: name for name in MULTIPLIERS},
+    "attention_value_scale": "v_multiplier",
     "attn_logit_softcapping": "attention_softcap",
     "final_logit_softcapping": "logits_softcap",
 }

@@ -15,16 +15,21 @@ _OVERRIDES = ("head_dim", "num_key_value_heads")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerHeads:
-    """The K/V heads of one layer.
+    """The heads of one layer.
 
     Args:
-        head_dim: Values of a head, of Q as well.
+        head_dim: Values of a head of Q and K.
+        v_head_dim: Of one of V; None: as many.
         has_k_as_v: V is what K's projection returns, before K's norm and rotary embedding.
+        has_sinks: Heads of Q have attention sinks, if the model has any.
     """
 
+    num_heads: int
     num_kv_heads: int
     head_dim: int
+    v_head_dim: int | None = None
     has_k_as_v: bool = False
+    has_sinks: bool = True
 
 
 def parse_layer_heads(
@@ -32,8 +37,6 @@ def parse_layer_heads(
     source: str,
     windows: Sequence[int],
     usual: LayerHeads,
-    *,
-    num_heads: int,
 ) -> tuple[LayerHeads, ...]:
     """Return the heads of each layer; empty: all layers have the usual ones.
 
@@ -65,14 +68,29 @@ def parse_layer_heads(
             head_dim=require_int(said, "head_dim", place, default=usual.head_dim),
             has_k_as_v=has_k_as_v and not window,
         )
-        if heads.head_dim % 2 or num_heads % heads.num_kv_heads:
-            raise CheckpointError(
-                f"{place} has head_dim = {heads.head_dim}, which must be even for RoPE, and "
-                f"num_key_value_heads = {heads.num_kv_heads}, of which num_attention_heads = "
-                f"{num_heads} must be a multiple"
-            )
-        layers.append(heads)
+        layers.append(checked_heads(heads, place))
     return () if set(layers) == {usual} else tuple(layers)
+
+
+def checked_heads(heads: LayerHeads, place: str) -> LayerHeads:
+    """Return the heads of a layer that can be computed.
+
+    Args:
+        place: File and layer to name in errors.
+    Raises: CheckpointError naming the field.
+    """
+    if heads.head_dim % 2 or heads.num_heads % heads.num_kv_heads:
+        raise CheckpointError(
+            f"{place} has head_dim = {heads.head_dim}, which must be even for RoPE, and "
+            f"num_key_value_heads = {heads.num_kv_heads}, of which num_attention_heads = "
+            f"{heads.num_heads} must be a multiple"
+        )
+    if heads.v_head_dim is not None and (heads.v_head_dim % 2 or heads.v_head_dim > heads.head_dim):
+        raise CheckpointError(
+            f"{place} has v_head_dim = {heads.v_head_dim}; it must be even, and at most head_dim = "
+            f"{heads.head_dim}: kernels store halves of heads in blocks of K's width"
+        )
+    return heads
 
 
 def _overrides_by_layer(

@@ -30,11 +30,12 @@ class _View:
     Args:
         window: Tokens that a row sees, beside the limit of its forward; 0 = all.
         rope: Its rotary embedding.
-        num_kv_heads, head_dim: Of its heads.
+        num_heads, num_kv_heads, head_dim: Of its heads.
     """
 
     window: int
     rope: _Rope
+    num_heads: int
     num_kv_heads: int
     head_dim: int
 
@@ -59,17 +60,24 @@ class LayerRows:
             _View(
                 window=window if window < widest else 0,
                 rope=_rope_of(config, layer, window),
-                num_kv_heads=config.at_layer(layer).num_kv_heads,
-                head_dim=config.at_layer(layer).head_dim,
+                num_heads=own.num_heads,
+                num_kv_heads=own.num_kv_heads,
+                head_dim=own.head_dim,
             )
             for layer, window in enumerate(windows)
+            for own in [config.at_layer(layer)]
         ]
         self._views = list(dict.fromkeys(views))
         self._view_of_layer = [self._views.index(view) for view in views]
         self._configs: dict[_View, ModelConfig] = {}
         self._tables: dict[tuple[_Rope, int], RopeTable] = {}
         for view in self._views:
-            own = replace(config, num_kv_heads=view.num_kv_heads, head_dim=view.head_dim)
+            own = replace(
+                config,
+                num_heads=view.num_heads,
+                num_kv_heads=view.num_kv_heads,
+                head_dim=view.head_dim,
+            )
             if view.rope is _Rope.LOCAL and config.local_rope is not None:
                 own = replace(own, rope=config.local_rope)
             self._configs[view] = own
@@ -84,12 +92,12 @@ class LayerRows:
         Returns: One for each layer.
         """
         attention = inputs.attention
-        seen: dict[tuple[int, int], TreeAttentionMetadata] = {}
+        seen: dict[tuple[int, int, int], TreeAttentionMetadata] = {}
         rows: list[Rows] = []
         angles = {name: table.angles(inputs.position_ids) for name, table in self._tables.items()}
         for view in self._views:
             window = _narrower(view.window, attention.window)
-            sight = (window, view.num_kv_heads)
+            sight = (window, view.num_heads, view.num_kv_heads)
             if sight not in seen:
                 is_same = window == attention.window
                 narrowed = attention if is_same else replace(attention, window=window)

@@ -185,10 +185,10 @@ def embedding_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
 
 
 def _mtp_extras(config: ModelConfig) -> list[str]:
-    """Return patterns of the tensors of layers of multi-token prediction, under either name."""
+    """Return patterns of the tensors of layers of multi-token prediction, under any name."""
     first, count = config.num_layers, config.num_mtp_layers
     layers = [f"model.layers.{i}.*" for i in range(first, first + count)]
-    return ["model.mtp_layers.*", *layers] if count else []
+    return ["model.mtp_layers.*", "model.mtp.layers.*", *layers] if count else []
 
 
 def open_language_model(

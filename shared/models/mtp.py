@@ -1,4 +1,4 @@
-"""Layers of multi-token prediction in the checkpoint of a target: MiMo, DeepSeek-V3 or GLM.
+"""Layers of multi-token prediction in the checkpoint of a target: MiMo, MiMo-V2, DeepSeek-V3, GLM.
 
 Row p of the first layer reads token p + 1 and f: the target's final hidden state (after its last
 norm) at p, or the recurrent hidden state of the parent row. A projection of [norm(f);
@@ -12,7 +12,8 @@ guesses, whatever was accepted; nodes of depth d run layers d, d + 1, ..., which
 attend to.
 
 Source: arXiv:2505.07608, arXiv:2412.19437 (section 2.2), transformers' MtpModel; formats as read by
-SGLang's models/mimo_mtp.py and models/deepseek_nextn.py.
+SGLang's models/mimo_mtp.py, models/mimo_v2_flash_nextn.py and models/deepseek_nextn.py, and vLLM's
+models/mimo_v2_mtp.py.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ class _Form:
     """What a family calls the layer's tensors, and what is its own in the computation.
 
     Args:
+        layers: What the names of the layers begin with; their numbers follow, from 0 on or, of
+            "model.layers.", after those of the target.
         token_norm, hidden_norm, projection, final_norm: Their names in the layer.
         copies: Tensors of the layer that are the target's, which are used instead.
         is_embedding_first: The projection reads the embedding before the hidden state.
         hides_first_token: The embedding of the row at position 0 is zero.
     """
 
+    layers: str
     token_norm: str
     hidden_norm: str
     projection: str
@@ -55,8 +59,9 @@ class _Form:
     hides_first_token: bool = False
 
 
-_MIMO_LAYERS = "model.mtp_layers."
+_TARGET_LAYERS = "model.layers."
 _MIMO = _Form(
+    layers="model.mtp_layers.",
     token_norm="token_layernorm",
     hidden_norm="hidden_layernorm",
     projection="input_proj",
@@ -64,7 +69,17 @@ _MIMO = _Form(
     copies=("self_attn.rotary_emb.inv_freq",),
     hides_first_token=True,
 )
+_MIMO_V2 = _Form(
+    layers="model.mtp.layers.",
+    token_norm="enorm",
+    hidden_norm="hnorm",
+    projection="eh_proj",
+    final_norm="final_layernorm",
+    copies=("self_attn.rotary_emb.inv_freq",),
+    is_embedding_first=True,
+)
 _DEEPSEEK = _Form(
+    layers=_TARGET_LAYERS,
     token_norm="enorm",
     hidden_norm="hnorm",
     projection="eh_proj",
@@ -157,17 +172,14 @@ class MTPDraft(Head):
     ) -> None:
         embedding = load_embedding(reader, config)
         num_layers = config.num_mtp_layers
-        own = replace(config, num_layers=num_layers)
+        own = config.mtp or replace(config, num_layers=num_layers)
         super().__init__(own, feature_spec, embedding, context_len=context_len)
-        is_mimo = any(name.startswith(_MIMO_LAYERS) for name in reader.names)
-        form = _MIMO if is_mimo else _DEEPSEEK
-        first = config.num_layers
-        prefixes = [
-            f"{_MIMO_LAYERS}{i}" if is_mimo else f"model.layers.{first + i}"
-            for i in range(num_layers)
-        ]
+        form = _form_of(reader, config)
+        is_among_targets = form.layers == _TARGET_LAYERS
+        first = config.num_layers if is_among_targets else 0
+        prefixes = [f"{form.layers}{first + i}" for i in range(num_layers)]
         self._layers = [
-            _Layer(reader, prefix, config, form, first + i, lag=i)
+            _Layer(reader, prefix, own, form, config.num_layers + i, lag=i)
             for i, prefix in enumerate(prefixes)
         ]
         self._width = config.hidden_size
@@ -176,7 +188,7 @@ class MTPDraft(Head):
         self._head = reader.output_layer(load_head(reader, config, embedding))
         self.vocab_size = config.vocab_size
         # The rest of the checkpoint is the target.
-        for prefix in [_MIMO_LAYERS] if is_mimo else [f"{prefix}." for prefix in prefixes]:
+        for prefix in [f"{one}." for one in prefixes] if is_among_targets else [form.layers]:
             reader.finish(
                 [f"{one}.{name}" for one in prefixes for name in form.copies], within=prefix
             )
@@ -251,3 +263,10 @@ class MTPDraft(Head):
         embeds, rows = self._embed(inputs.token_ids), self._rope.rows(inputs, self.dtype)
         caches = inputs.kv.layers[layer.lag]
         return layer.forward(embeds, inputs.position_ids, recurrent, rows, caches)
+
+
+def _form_of(reader: CheckpointReader, config: ModelConfig) -> _Form:
+    """Return the form of the layers in the checkpoint of a target."""
+    if config.mtp is not None:
+        return _MIMO_V2
+    return _MIMO if any(name.startswith(_MIMO.layers) for name in reader.names) else _DEEPSEEK

@@ -28,8 +28,6 @@ REFUSED: Mapping[str, str] = {
     "DeepseekV32ForCausalLM": _INDEXER,
     "DeepseekV4ForCausalLM": _INDEXER,
     "GlmMoeDsaForCausalLM": _INDEXER,
-    "MiMoV2FlashForCausalLM": "K/V heads of other numbers in layers with a window, and values "
-    "narrower than keys",
     "Gemma3nForCausalLM": _GEMMA_3N,
     "Gemma3nForConditionalGeneration": _GEMMA_3N,
     "LongcatFlashForCausalLM": "two attentions in a layer, and experts that return their input",
@@ -43,5 +41,9 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "num_kv_shared_layers": "the last layers would attend to K and V of layers before them",
     "enable_moe_block": "layers would add experts to their MLP, with norms of their own",
     "use_bidirectional_attention": "tokens would see those after them",
+    "attention_projection_layout": "q, k and v would have to be found in parts of one tensor",
+    "hybrid_block_size": "it says which layers have a window, as hybrid_layer_pattern should",
+    "rope_scaling": "it leaves open which layers it is for: write rope_parameters with "
+    "full_attention and sliding_attention",
 }
 """Field of a family that is served -> what would have to be implemented for other values."""

@@ -69,7 +69,7 @@ def test_weights_of_a_target_are_probed_at_their_loaded_shapes(
     probed = []
     real = self_test.settle_products
 
-    def settle(products: products_cpu.CpuProducts, heads: tuple[int, int]) -> None:
+    def settle(products: products_cpu.CpuProducts, heads: tuple[int, int, int]) -> None:
         probed.append(({tuple(weight.shape) for weight in products.weights}, heads))
         real(products, heads)
 
@@ -86,4 +86,5 @@ def test_weights_of_a_target_are_probed_at_their_loaded_shapes(
         (hidden, config.intermediate_size),
         (config.vocab_size, hidden),
     }
-    assert heads == (config.num_heads // config.num_kv_heads, config.head_dim)
+    group, head_dim = config.num_heads // config.num_kv_heads, config.head_dim
+    assert heads == (group, head_dim, head_dim)

@@ -108,7 +108,7 @@ def test_config(packed: Path) -> None:
         tensors=ExpertTensors(router="router", is_fused=True),
     )
     assert config.layer_windows == (20, 0, 20) and config.sliding_window == 0
-    assert config.has_sinks and config.has_qkv_bias and config.has_o_bias
+    assert config.sinks == "sinks" and config.has_qkv_bias and config.has_o_bias
     assert config.rope.kind is RopeKind.YARN and not config.rope.is_truncated
     assert config.quantization == read_quantization(packed) == "mxfp4"
 

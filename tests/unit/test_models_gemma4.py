@@ -19,8 +19,8 @@ from shared.models.rope import rope_frequencies
 from shared.models.rope_config import parse_rope
 from tests import families
 
-NARROW = LayerHeads(num_kv_heads=2, head_dim=24)
-WIDE = LayerHeads(num_kv_heads=1, head_dim=40, has_k_as_v=True)
+NARROW = LayerHeads(num_heads=4, num_kv_heads=2, head_dim=24)
+WIDE = LayerHeads(num_heads=4, num_kv_heads=1, head_dim=40, has_k_as_v=True)
 
 
 @pytest.fixture(scope="module")
