@@ -72,6 +72,7 @@ MODELS = {
     "Ernie4_5ForCausalLM": "ERNIE 4.5 0.3B",
     "Ernie4_5_MoeForCausalLM": "ERNIE 4.5 21B-A3B, 300B-A47B",
     "GptOssForCausalLM": "gpt-oss-20b, gpt-oss-120b",
+    "MiMoV2FlashForCausalLM": "MiMo-V2-Flash",
     "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite",
     "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, Kimi K2",
     "KimiK2ForCausalLM": "Kimi K2, where config.json calls it so",
@@ -181,13 +182,26 @@ DRAFTS = (
         special="layer k drafts depth k + 1; KV of each",
         equals=(
             "unit/test_models_mtp_layers.py::test_drafts_are_those_of_transformers[3]",
-            "unit/test_models_mtp_layers.py::test_served_trees_equal_the_reference[3-0]",
+            "unit/test_models_mtp_layers.py::test_served_trees_equal_the_reference[mimo-3-0]",
         ),
         exact=(
             "unit/test_models_mtp_layers.py::test_speculation_changes_no_token[mimo]",
             "unit/test_models_mtp_layers.py::test_speculation_changes_no_token[deepseek]",
         ),
         on_gpu=("deepseek-v3-three-mtp", "deepseek-v3-fp8", "mimo-three-mtp"),
+    ),
+    Draft(
+        model="MiMo-V2-Flash",
+        draft="its three layers of MTP",
+        special="embedding first; a window, heads and sinks as layers with a window have them; an "
+        "MLP; no class in transformers: compared with a reference of our own",
+        equals=(
+            "unit/test_models_mtp_layers.py::test_served_trees_equal_the_reference[mimo-v2-3-13]",
+        ),
+        exact=(
+            "unit/test_models_mtp_layers.py::test_speculation_changes_no_token[mimo-v2]",
+            f"{_FAMILIES}[mimo-v2-three-mtp-mtp-cpu]",
+        ),
     ),
     Draft(
         model="Gemma 4 12B, 31B",

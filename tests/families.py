@@ -287,9 +287,9 @@ GPT_OSS = {
         "truncate": False,
     },
 }
-# Layers with a window have twice the K/V heads, and sinks; the first layer is dense; values of a
-# head are fewer than those of Q and K, of which ten are rotated.
-MIMO_V2 = {
+# Layers with a window have twice the K/V heads, and sinks; two layers are dense; a head has fewer
+# values of V than of Q and K, of which ten are rotated.
+MIMO_V2_FLASH = {
     "num_hidden_layers": 4,
     "head_dim": 24,
     "v_head_dim": 20,
@@ -303,7 +303,7 @@ MIMO_V2 = {
         "full_attention",
         "sliding_attention",
     ],
-    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "n_group": 4,
@@ -643,7 +643,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "deepseek-v2": lambda d: write(d, "deepseek_v2", **DEEPSEEK_V2),
     "kimi-k2": write_kimi_k2,
     "glm4-moe-lite": lambda d: write(d, "glm4_moe_lite", **GLM4_MOE_LITE),
-    "mimo-v2": lambda d: write(d, "mimo_v2_flash", **MIMO_V2),
+    "mimo-v2": lambda d: write(d, "mimo_v2_flash", **MIMO_V2_FLASH),
     "minimax-m2": lambda d: write(d, "minimax_m2", **MINIMAX_M2),
     "olmoe": lambda d: write(d, "olmoe", **OLMOE),
     "dots1": lambda d: write(d, "dots1", **DOTS1),

@@ -37,16 +37,19 @@ def is_quantized(name: str) -> bool:
     return name.endswith(ends) and not name.endswith("eh_proj.weight")
 
 
-def write_fp8(source: Path, directory: Path, form: str) -> Path:
+def write_fp8(source: Path, directory: Path, form: str, *, kept: tuple[str, ...] = ()) -> Path:
     """Write a checkpoint as its publisher would in FP8: values, and scales beside them.
 
     Args:
         form: "block": DeepSeek's format; "channel", "tensor": compressed-tensors.
+        kept: Projections that stay as they are.
     """
     shutil.copytree(source, directory)
 
     def edit(tensors: Tensors) -> None:
         for name in [name for name in tensors if is_quantized(name)]:
+            if name.split(".")[-2] in kept:
+                continue
             scales = scales_of(tensors[name], form)
             values = (tensors[name] / spread(scales, tensors[name].shape)).clamp(-448, 448)
             tensors[name] = values.to(torch.float8_e4m3fn)
@@ -67,7 +70,7 @@ def write_dequantized(quantized: Path, directory: Path) -> Path:
     shutil.copytree(quantized, directory)
 
     def edit(tensors: Tensors) -> None:
-        for name in [name for name in tensors if is_quantized(name)]:
+        for name in [name for name in tensors if tensors[name].dtype == torch.float8_e4m3fn]:
             end = "_scale_inv" if f"{name}_scale_inv" in tensors else "_scale"
             scales = tensors.pop(f"{name}{end}").float()
             tensors.pop(name.replace(".weight", ".input_scale"), None)

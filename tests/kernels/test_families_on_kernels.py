@@ -1,7 +1,7 @@
 """Families whose layers ask the kernels for what no other test's model does, against transformers.
 
 Soft caps, gelu, norms in float32 behind products, multiplied embeddings, a gate of shared experts,
-norms of V, heads of two shapes.
+norms of V, heads of two shapes, values narrower than keys beside sinks and a multiplier.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", families.GEMMA2 | SMALL),
     "gemma3": ("gemma3_text", families.GEMMA3 | SMALL),
     "gemma4": ("gemma4_text", families.GEMMA4 | SMALL),
+    "mimo-v2": (
+        "mimo_v2_flash",
+        families.MIMO_V2_FLASH | SMALL | {"mlp_layer_types": ["dense", "sparse"], "seed": 1},
+    ),
     "olmo3": ("olmo3", families.OLMO3 | SMALL),
     "glm4": ("glm4", families.GLM4 | {**SMALL, "layer_types": None}),
     "qwen2-moe": ("qwen2_moe", families.QWEN2_MOE | SMALL | {"mlp_only_layers": []}),

@@ -169,7 +169,9 @@ def experts(weights: Weights, prefix: str, x: torch.Tensor, config: Config) -> t
     wanted = groups.masked_fill(~is_open[:, None], float("-inf")).flatten()
     chosen = wanted.topk(config["num_experts_per_tok"]).indices
     shares = scores[chosen] / scores[chosen].sum() * config["routed_scaling_factor"]
-    out = mlp(weights, f"{prefix}.shared_experts", x)
+    out = torch.zeros_like(x)
+    if f"{prefix}.shared_experts.down_proj.weight" in weights:
+        out = mlp(weights, f"{prefix}.shared_experts", x)
     for share, expert in zip(shares, chosen.tolist(), strict=True):
         out = out + share * mlp(weights, f"{prefix}.experts.{expert}", x)
     return out

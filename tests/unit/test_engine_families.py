@@ -29,6 +29,7 @@ from tests.engines import (
 )
 from tests.gpt_oss import write_gpt_oss
 from tests.marks import EXHAUSTIVE
+from tests.mimo_v2 import OTHER_HEADS, write_mimo_v2
 from tests.quantized import write_fp8
 from tests.unit.test_engine_exactness import requests_of
 from tests.unit.test_models_glm_mtp import write_glm
@@ -57,6 +58,8 @@ TARGETS: dict[str, Callable[[Path], Path]] = {
     "deepseek-v3-three-mtp": lambda d: write_deepseek(d, num_mtp_layers=3),
     "deepseek-v3-fp8": lambda d: write_in_fp8(d, lambda d: write_deepseek(d, num_mtp_layers=2)),
     "glm4-moe-lite-mtp": lambda d: write_glm(d, "glm4_moe_lite"),
+    "mimo-v2-three-mtp": lambda d: write_mimo_v2(d, branch_scale=0.3, **OTHER_HEADS),
+    "mimo-v2-fp8": lambda d: write_in_fp8(d, lambda d: write_mimo_v2(d, branch_scale=0.3)),
     "gpt-oss-mxfp4": lambda d: write_gpt_oss(d, is_mxfp4=True),
 }
 DRAFTS = {
@@ -67,6 +70,8 @@ DRAFTS = {
     "glm4-moe-mtp": ("mtp",),
     "glm4-moe-lite-mtp": ("mtp",),
     "mimo-three-mtp": ("mtp",),
+    "mimo-v2-three-mtp": ("mtp",),
+    "mimo-v2-fp8": ("mtp",),
     "llama-two-layer-head": ("eagle3",),
     "qwen3-moe-three-layer-head": ("eagle3",),
 }

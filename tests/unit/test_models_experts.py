@@ -63,6 +63,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[ChosenExperts]:
     [
         *("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
         *("glm4_moe_lite", "minimax_m2", "olmoe", "dots1", "ernie4_5_moe", "qwen3_vl_moe"),
+        "mimo_v2_flash",
     ],
 )
 def test_routers_choose_whom_those_of_transformers_choose(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from shared.errors import CheckpointError
 from shared.messages import SamplingParams, TokenTree, TreeShape
 from shared.models.draft import DraftModel, load_draft
-from tests import checkpoints, deepseek
+from tests import checkpoints, deepseek, mimo_v2
 from tests.checkpoints import Tensors, edit_checkpoint
 from tests.engines import (
     Models,
@@ -35,6 +36,7 @@ from tests.paged import Block, PagedKV
 from tests.reference.causal_lm import DenseOutput, ReferenceLM
 from tests.reference.deepseek import ReferenceDeepseek, ReferenceDeepseekMTP
 from tests.reference.drafts import ReferenceMTP, Row
+from tests.reference.mimo_v2 import ReferenceMiMoV2, ReferenceMiMoV2MTP
 from tests.reference.mtp_layers import ReferenceMTPLayers
 from tests.reference.trees import draft_tree
 from tests.unit.test_engine_exactness import requests_of
@@ -57,13 +59,19 @@ class Family:
 
     write: Callable[..., Path]
     target: Callable[[Path], Any]
-    draft: Callable[[Any], Any]
+    draft: Callable[..., Any]
 
 
 FAMILIES = {
     "mimo": Family(write=checkpoints.write_mimo, target=ReferenceLM, draft=ReferenceMTP),
     "deepseek": Family(
         write=deepseek.write_deepseek, target=ReferenceDeepseek, draft=ReferenceDeepseekMTP
+    ),
+    # Its layers have a window of 13 and other heads than those of the target without one.
+    "mimo-v2": Family(
+        write=partial(mimo_v2.write_mimo_v2, **mimo_v2.OTHER_HEADS),
+        target=ReferenceMiMoV2,
+        draft=ReferenceMiMoV2MTP,
     ),
 }
 
@@ -82,7 +90,8 @@ class Runner:
     def extend(self, count: int) -> torch.Tensor:
         """Return the newest row of the next `count` true ones. [hidden_size]"""
         rows = slice(self.num_rows, self.num_rows + count)
-        inputs = self.kv.chain(self.token_ids[rows.start + 1 : rows.stop + 1], rows.start)
+        token_ids = self.token_ids[rows.start + 1 : rows.stop + 1]
+        inputs = self.kv.chain(token_ids, rows.start, window=self.draft.max_position)
         hidden = self.draft.extend(inputs, self.features[rows], carried=self.hidden)
         self.num_rows += count
         self.hidden = hidden[-1:]
@@ -93,7 +102,7 @@ class Runner:
     ) -> torch.Tensor:
         """Run nodes of one depth; `hidden` is that of each one's parent."""
         block = Block(req_idx=0, prefix_len=self.num_rows, num_rows=len(paths), paths=paths)
-        inputs = self.kv.rows(token_ids, [block])
+        inputs = self.kv.rows(token_ids, [block], window=self.draft.max_position)
         return self.draft.deepen(inputs, hidden, depth=len(paths[0]))
 
 
@@ -102,7 +111,10 @@ def tokens_of(count: int = NUM_TOKENS) -> list[int]:
     return torch.randint(0, checkpoints.VOCAB_SIZE, (count,), generator=generator).tolist()
 
 
-@pytest.fixture(params=[("mimo", 2), ("mimo", 3), ("deepseek", 3)], ids=lambda p: f"{p[0]}-{p[1]}")
+CASES = [("mimo", 2), ("mimo", 3), ("deepseek", 3), ("mimo-v2", 1), ("mimo-v2", 3)]
+
+
+@pytest.fixture(params=CASES, ids=lambda p: f"{p[0]}-{p[1]}")
 def case(
     request: pytest.FixtureRequest, models: Models
 ) -> tuple[Runner, ReferenceMTPLayers, DenseOutput]:
@@ -219,7 +231,7 @@ def test_drafts_are_those_of_transformers(tmp_path: Path, num_layers: int) -> No
         hidden = runner.guess([token], hidden, [path])
 
 
-@pytest.fixture(params=["mimo", "deepseek"])
+@pytest.fixture(params=FAMILIES)
 def pairing(request: pytest.FixtureRequest, models: Models) -> Pairing:
     write = FAMILIES[request.param].write
     path = models.get(
@@ -233,11 +245,30 @@ def test_speculation_changes_no_token(pairing: Pairing) -> None:
 
     DeepSeek's random layers agree too seldom with it: the truth is written into half their trees.
     """
+    assert_exact(pairing, page_sizes=(4, 16))
+
+
+@pytest.mark.parametrize("page_sizes", [(1, 64), (16, 2), (64, 1)], ids=str)
+def test_pages_of_caches_of_two_widths_change_no_token(
+    models: Models, page_sizes: tuple[int, int]
+) -> None:
+    path = models.get(
+        "mimo-v2-agreeable-mtp", lambda d: FAMILIES["mimo-v2"].write(d, branch_scale=0.3)
+    )
+    assert_exact(Pairing(target=path, draft=path, algorithm="mtp"), page_sizes=page_sizes)
+
+
+def assert_exact(pairing: Pairing, *, page_sizes: tuple[int, int]) -> None:
+    """Assert that trees change no token, and that some are accepted past the last layer.
+
+    Args:
+        page_sizes: The target's, the draft's.
+    """
     requests = requests_of(4, (1, 2, 3, 9, 40, 129))
-    target = make_target(pairing, page_size=4)
+    target = make_target(pairing, page_size=page_sizes[0])
     plain = plain_of(target, requests, alone=True)
     speculative = [fresh(request) for request in requests]
-    pair = PoisonedPair(target, make_draft(pairing, page_size=16))
+    pair = PoisonedPair(target, make_draft(pairing, page_size=page_sizes[1]))
     rng = random.Random(1)
 
     def edit(tree: TokenTree) -> TokenTree:
@@ -257,15 +288,20 @@ def test_speculation_changes_no_token(pairing: Pairing) -> None:
     assert sum(accepted) / len(accepted) > 0.5
 
 
-@pytest.mark.parametrize(("num_layers", "window"), [(3, 0), (4, 8)])
-def test_served_trees_equal_the_reference(models: Models, num_layers: int, window: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_layers", "window"), [("mimo", 3, 0), ("mimo", 4, 8), ("mimo-v2", 3, 13)]
+)
+def test_served_trees_equal_the_reference(
+    models: Models, name: str, num_layers: int, window: int
+) -> None:
     """Round by round: after drafts of any number were accepted, no KV of a wrong guess is left.
 
     With a window, pages before it are freed, and are NaN for whoever reads them.
     """
+    family = FAMILIES[name]
     path = models.get(
-        f"agreeable-{num_layers}-mtp",
-        lambda d: checkpoints.write_mimo(d, branch_scale=0.3, num_mtp_layers=num_layers),
+        f"{name}-agreeable-{num_layers}-mtp",
+        lambda d: family.write(d, branch_scale=0.3, num_mtp_layers=num_layers),
     )
     pairing = Pairing(target=path, draft=path, algorithm="mtp")
     rng = random.Random(5)
@@ -284,7 +320,7 @@ def test_served_trees_equal_the_reference(models: Models, num_layers: int, windo
         for length, temperature in ((1, 0.0), (2, 0.7), (7 if window else 13, 0.0))
     ]
     target = make_target(pairing, page_size=4, prefill_chunk_len=11)
-    options = {"window": window} if window else {}
+    options = {"window": window} if window and name == "mimo" else {}
     draft = make_draft(pairing, page_size=1 if window else 2, **options)
     pair = PoisonedPair(target, draft)
     for request in requests:
@@ -295,8 +331,8 @@ def test_served_trees_equal_the_reference(models: Models, num_layers: int, windo
         freed += sum(pool.page_size * num_pages < kv_len for kv_len, num_pages in held)
     pair.finish()
     assert bool(freed) == bool(window)
-    model = ReferenceLM(pairing.target)
-    reference = ReferenceMTPLayers(ReferenceMTP(model, window), num_layers)
+    model = family.target(pairing.target)
+    reference = ReferenceMTPLayers(family.draft(model, window), num_layers)
     num_compared, accepted = 0, set()
     for request in requests:
         assert request.shape is not None
