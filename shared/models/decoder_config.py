@@ -24,13 +24,13 @@ from shared.models.families import (
     NormRule,
 )
 from shared.models.family_fields import has_gelu, parse_multipliers, parse_ropes
-from shared.models.hybrid_config import next_token_layers, parse_window_heads, with_usual_names
 from shared.models.latent_config import LatentConfig, parse_latent
 from shared.models.layer_heads import LayerHeads, parse_layer_heads
 from shared.models.quantization import parse_quantization
 from shared.models.refused_families import REFUSED, REFUSED_FIELDS
 from shared.models.rope_config import RopeConfig
 from shared.models.window_config import parse_windows
+from shared.models.window_heads import next_token_layers, parse_window_heads, with_usual_names
 
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_POSITIONS = 1 << 22

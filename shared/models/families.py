@@ -79,7 +79,7 @@ class Family:
         has_late_qk_norm: They are, per head, after the rotary embedding.
         has_v_norm: Each head of V is RMS-normalised, without a weight.
         has_layer_heads: K/V heads of layers without a window may be others, see layer_heads.py.
-        has_window_heads: Heads of layers with a window may be others, see hybrid_config.py.
+        has_window_heads: Heads of layers with a window may be others, see window_heads.py.
         has_layer_scalar: What a layer returns is multiplied by a learned number.
         sinks: Tensor of attention sinks, of each head a learned score without a V; "": there are
             none.
