@@ -30,7 +30,7 @@ from shared.models.quantization import parse_quantization
 from shared.models.refused_families import REFUSED, REFUSED_FIELDS
 from shared.models.rope_config import RopeConfig
 from shared.models.window_config import parse_windows
-from shared.models.window_heads import next_token_layers, parse_window_heads, with_usual_names
+from shared.models.window_heads import with_usual_names, with_window_heads
 
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_POSITIONS = 1 << 22
@@ -302,12 +302,6 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
     )
     multipliers: dict[str, Any] = parse_multipliers(fields, source, family)
     heads = LayerHeads(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    layer_heads: tuple[LayerHeads, ...] = ()
-    if family.has_layer_heads:
-        layer_heads = parse_layer_heads(fields, source, windows, heads)
-    if family.has_window_heads:
-        by_kind = parse_window_heads(fields, source, windows, heads)
-        layer_heads = tuple(by_kind[window > 0] for window in windows)
     config = ModelConfig(
         vocab_size=require_int(fields, "vocab_size", source),
         hidden_size=require_int(fields, "hidden_size", source),
@@ -331,7 +325,9 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         sinks=family.sinks,
         has_v_norm=family.has_v_norm,
         has_layer_scalar=family.has_layer_scalar,
-        layer_heads=layer_heads,
+        layer_heads=parse_layer_heads(fields, source, windows, heads)
+        if family.has_layer_heads
+        else (),
         layer_norms=family.layer_norms,
         norm_rule=family.norm_rule,
         fused_projections=family.fused,
@@ -355,7 +351,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
     )
     if not family.has_window_heads:
         return config
-    return replace(config, mtp=next_token_layers(config, by_kind[True], windows))
+    return with_window_heads(config, fields, source, windows, heads)
 
 
 def _fields_of(fields: Mapping[str, Any], source: str, family: Family) -> dict[str, Any]:
@@ -367,7 +363,7 @@ def _fields_of(fields: Mapping[str, Any], source: str, family: Family) -> dict[s
     if family.text_type:
         fields = _language_fields(fields, source, family)
     if family.has_window_heads:
-        fields = with_usual_names(fields, source)
+        fields = with_usual_names(fields, source, family.window_period)
     computed = family.computed_fields
     refused = {k: v for k, v in _UNSUPPORTED_FIELDS.items() if k not in computed}
     refuse_fields(

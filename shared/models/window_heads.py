@@ -18,16 +18,15 @@ from shared.models.layer_heads import LayerHeads, checked_heads
 if TYPE_CHECKING:
     from shared.models.decoder_config import ModelConfig
 
-# Of the class in transformers, where nothing says which layers have a window.
-_PERIOD = 6
 _NEXT_TOKEN_NORMS = LayerNorms(before_mlp="pre_mlp_layernorm")
 
 
-def with_usual_names(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
+def with_usual_names(fields: Mapping[str, Any], source: str, period: int) -> dict[str, Any]:
     """Return the fields of a config.json with what it says of layers in the names of all families.
 
     Args:
         source: File to name in errors.
+        period: Where nothing says which layers have no window: the first, and each of so many.
     Raises: CheckpointError naming the field.
     """
     num_layers = require_int(fields, "num_hidden_layers", source)
@@ -36,7 +35,7 @@ def with_usual_names(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
             fields, source, "hybrid_layer_pattern", ("full_attention", "sliding_attention")
         )
         or [
-            "sliding_attention" if layer and (layer + 1) % _PERIOD else "full_attention"
+            "sliding_attention" if layer and (layer + 1) % period else "full_attention"
             for layer in range(num_layers)
         ],
         "mlp_layer_types": _kinds(fields, source, "moe_layer_freq", ("dense", "sparse")),
@@ -64,10 +63,15 @@ def _kinds(
     return [kinds[one] for one in value]
 
 
-def parse_window_heads(
-    fields: Mapping[str, Any], source: str, windows: Sequence[int], usual: LayerHeads
-) -> tuple[LayerHeads, LayerHeads]:
-    """Return the heads of layers without a window, and of those with one.
+def with_window_heads(
+    config: ModelConfig,
+    fields: Mapping[str, Any],
+    source: str,
+    windows: Sequence[int],
+    usual: LayerHeads,
+) -> ModelConfig:
+    """Return a config whose layers have the heads of their kind, those of multi-token prediction
+    the heads of layers with a window.
 
     Args:
         source: File to name in errors.
@@ -80,21 +84,32 @@ def parse_window_heads(
             f"{source}: hybrid_layer_pattern, or layer_types, must name a layer with a window: "
             "those of multi-token prediction are such layers"
         )
-    v_head_dim = require_int(fields, "v_head_dim", source, default=usual.head_dim)
-    full = replace(
-        usual,
-        v_head_dim=v_head_dim,
-        has_sinks=bool(fields.get("add_full_attention_sink_bias")),
+    full, windowed = _parse_heads(fields, source, usual)
+    return replace(
+        config,
+        layer_heads=tuple(windowed if window else full for window in windows),
+        mtp=_next_token_layers(config, windowed, max(windows)) if config.num_mtp_layers else None,
     )
+
+
+def _parse_heads(
+    fields: Mapping[str, Any], source: str, usual: LayerHeads
+) -> tuple[LayerHeads, LayerHeads]:
+    """Return the heads of layers without a window, and of those with one."""
 
     def number(name: str, default: int) -> int:
         return require_int(fields, name, source, default=default)
 
+    full = replace(
+        usual,
+        v_head_dim=number("v_head_dim", usual.head_dim),
+        has_sinks=bool(fields.get("add_full_attention_sink_bias")),
+    )
     windowed = LayerHeads(
-        num_heads=number("swa_num_attention_heads", usual.num_heads),
-        num_kv_heads=number("swa_num_key_value_heads", 2 * usual.num_kv_heads),
-        head_dim=number("swa_head_dim", usual.head_dim),
-        v_head_dim=number("swa_v_head_dim", v_head_dim),
+        num_heads=number("swa_num_attention_heads", full.num_heads),
+        num_kv_heads=number("swa_num_key_value_heads", 2 * full.num_kv_heads),
+        head_dim=number("swa_head_dim", full.head_dim),
+        v_head_dim=number("swa_v_head_dim", number("v_head_dim", full.head_dim)),
         has_sinks=bool(fields.get("add_swa_attention_sink_bias", True)),
     )
     return (
@@ -103,26 +118,19 @@ def parse_window_heads(
     )
 
 
-def next_token_layers(
-    config: ModelConfig, heads: LayerHeads, windows: Sequence[int]
-) -> ModelConfig | None:
-    """Return the layers of multi-token prediction as a decoder of their own; None: there are none.
-
-    Each has a window, its heads and its rotary embedding, and an MLP.
+def _next_token_layers(config: ModelConfig, heads: LayerHeads, window: int) -> ModelConfig:
+    """Return the layers of multi-token prediction, each with a window, its heads and its rotary
+    embedding, and an MLP, as a decoder of their own.
 
     Args:
         config: Of the target.
-        heads: Of layers with a window.
-        windows: How many tokens each layer of the target sees; 0 = all.
     """
-    if not config.num_mtp_layers:
-        return None
     return replace(
         config.with_heads(heads),
         num_layers=config.num_mtp_layers,
         rope=config.local_rope or config.rope,
         local_rope=None,
-        sliding_window=max(windows),
+        sliding_window=window,
         layer_windows=(),
         layer_norms=_NEXT_TOKEN_NORMS,
         experts=None,

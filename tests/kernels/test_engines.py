@@ -23,6 +23,7 @@ from tests.grammars import vocabulary_of
 from tests.kernels.launches import counted_kernels
 from tests.local_pair import LocalPair, LocalRequest
 from tests.marks import EXHAUSTIVE
+from tests.mimo_v2 import OTHER_HEADS, write_mimo_v2
 from tests.quantized import write_fp8
 
 # Hot enough that the noise, which draft and target share, decides most tokens.
@@ -158,6 +159,30 @@ def test_kv_of_two_shapes_and_a_draft_that_attends_to_it_run_in_an_engine(tmp_pa
             shape=TreeShape(num_steps=3, topk=2, num_draft_tokens=5),
         )
         for length in (23, 2)
+    ]
+    run_and_compare(target, draft, requests)
+    assert any(path.num_accepted_drafts for request in requests for path in request.paths[1:])
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_values_narrower_than_keys_and_layers_of_mtp_run_in_an_engine(
+    tmp_path: Path, kv_cache_dtype: str
+) -> None:
+    """Rows have the same bits in trees, in a batch, and alone; windows hide the first tokens."""
+    heads = OTHER_HEADS | {"sliding_window_size": 7}
+    path = write_mimo_v2(tmp_path / "target", branch_scale=0.3, num_mtp_layers=2, **heads)
+    pairing = Pairing(target=path, draft=path, algorithm="mtp")
+    small = {"max_context_len": 30, "max_batch_rows": 32, "kv_cache_dtype": kv_cache_dtype}
+    target, draft = make_target(pairing, **small), make_draft(pairing, **small)
+    requests = [
+        LocalRequest(
+            prompt=[72 + i for i in range(length)],
+            max_new_tokens=4,
+            logprobs=True,
+            shape=TreeShape(num_steps=3, topk=2, num_draft_tokens=5),
+        )
+        for length in (17, 2)
     ]
     run_and_compare(target, draft, requests)
     assert any(path.num_accepted_drafts for request in requests for path in request.paths[1:])
