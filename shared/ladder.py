@@ -4,8 +4,9 @@ Each is at least as deep and as wide as the one before it and has more nodes, so
 into a permitted one are the first few, a batch of several shapes grows by the graph of its largest,
 and the size of a tree says its rung.
 
-Nodes are the best of all that grow, so depth brings much where texts are easy to guess, and costs a
-step of the draft where they are not: of 7 nodes and of 8 there is a shallow and a deep shape.
+Nodes are the best of all that grow, so depth brings much where texts are easy to guess. A chain has
+the most depth per row, and its steps take the draft the least: in a step whose rows are full, some
+requests have longer chains and harder ones shorter ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LADDER = (
     TreeShape(num_steps=1, topk=1, num_draft_tokens=2),
     TreeShape(num_steps=2, topk=1, num_draft_tokens=3),
     TreeShape(num_steps=3, topk=1, num_draft_tokens=4),
-    TreeShape(num_steps=4, topk=2, num_draft_tokens=7),
+    TreeShape(num_steps=5, topk=1, num_draft_tokens=6),
     TreeShape(num_steps=6, topk=2, num_draft_tokens=8),
     TreeShape(num_steps=6, topk=4, num_draft_tokens=16),
     TreeShape(num_steps=6, topk=8, num_draft_tokens=32),
@@ -35,15 +36,16 @@ def num_rungs_within(shape: TreeShape) -> int:
 
     def fits(rung: TreeShape) -> bool:
         cut = _cut(rung, shape.num_steps)
-        is_within = rung.topk <= shape.topk and rung.num_draft_tokens <= shape.num_draft_tokens
-        return is_within and rung.num_draft_tokens <= cut.max_num_draft_tokens
+        is_within = cut.topk <= shape.topk and cut.num_draft_tokens <= shape.num_draft_tokens
+        return is_within and cut.num_draft_tokens <= cut.max_num_draft_tokens
 
     return sum(1 for _ in itertools.takewhile(fits, LADDER))
 
 
 @functools.cache
 def rung_within(rung: int, largest: TreeShape) -> TreeShape:
-    """Return the shape of a rung that is within a shape, with no more steps than that has.
+    """Return the shape of a rung that is within a shape, with no more steps than that has; what a
+    chain has more nodes than these, it has as a second child.
 
     Args:
         rung: 1 or more.
@@ -58,4 +60,7 @@ def has_size_of_rung(shape: TreeShape) -> bool:
 
 
 def _cut(shape: TreeShape, num_steps: int) -> TreeShape:
-    return dataclasses.replace(shape, num_steps=min(shape.num_steps, num_steps))
+    """Return a shape with no more than so many steps, wider if it was a chain of more nodes."""
+    cut = dataclasses.replace(shape, num_steps=min(shape.num_steps, num_steps))
+    is_full = cut.num_draft_tokens > cut.max_num_draft_tokens
+    return dataclasses.replace(cut, topk=2) if is_full and cut.topk == 1 else cut

@@ -135,8 +135,12 @@ class RoundCosts:
     def forwards_s(self, num_rows: Floats) -> Floats:
         """Return what forwards of so many rows take, each."""
         if self.is_padded:
-            return self._size_seconds.take(self._size_rows.searchsorted(num_rows), mode="clip")
-        return np.interp(num_rows, self._size_rows, self._size_seconds)
+            places = self._size_rows.searchsorted(num_rows)
+            forwards_s: Floats = self._size_seconds.take(places, mode="clip")
+        else:
+            forwards_s = np.interp(num_rows, self._size_rows, self._size_seconds)
+        most = self._sizes[-1]
+        return np.maximum(forwards_s, self._seconds[-1] * num_rows / most * (num_rows > most))
 
     def marginal_s(self, num_rows: Number) -> Number:
         """Return what so many rows take in steps that prompts fill up."""

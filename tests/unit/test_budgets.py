@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -18,6 +18,7 @@ from target_service.budgets.acceptance import NUM_CLASSES, Acceptance
 from target_service.budgets.budget import StepTimes, TreeBudget
 from target_service.budgets.costs import RoundCosts, RoundKind
 from target_service.budgets.deal import Dealer, FixedRounds
+from target_service.step_costs import StepCosts
 from tests.unit.plain_dealer import PlainDealer
 from tests.unit.test_budgets_simulated import CPU_FORWARD, FORWARD
 
@@ -80,7 +81,7 @@ def test_the_ladder_only_climbs() -> None:
     for i, shape in enumerate(LADDER):
         check_shape(shape)
         assert num_rungs_within(shape) == i + 1
-    assert num_rungs_within(TreeShape(num_steps=16, topk=1, num_draft_tokens=17)) == 3
+    assert num_rungs_within(TreeShape(num_steps=16, topk=1, num_draft_tokens=17)) == 4
 
 
 def test_a_gpu_gets_ready_for_the_ladder() -> None:
@@ -137,14 +138,18 @@ def test_no_shape_for_all_would_bring_more(
     fixed: FixedRounds,
     favour: float,
 ) -> None:
-    """By the model that it is dealt by; a shape that does not fit into a step is none."""
+    """By the model that it is dealt by, where larger trees are no cheaper; a shape that does not
+    fit into a step is none. Of whom nothing is expected has no tree.
+    """
     classes, caps, held = batch
+    kinds = [[RoundKind(n, 1000, rung, n) for rung in range(1, NUM_RUNGS)] for n in range(1, 61)]
+    assume((np.diff([list(map(costs.draft_s, row)) for row in kinds]) >= 0).all())
     dealer = Dealer(GAINS, costs)
     deal = dealer.deal(classes, caps, held, fixed, favour=favour)
     rate = dealer.tokens_per_s(classes, deal.rungs, fixed)
     assert rate == pytest.approx(deal.tokens_per_s)
     for rung in range(NUM_RUNGS):
-        alike = np.minimum(caps, rung)
+        alike = np.where(classes > 0, np.minimum(caps, rung), 0)
         if costs.rows[alike].sum() + fixed.num_rows <= 512 or rung == 0:
             assert rate * (1 + favour) >= dealer.tokens_per_s(classes, alike, fixed) * (1 - 1e-9)
 
@@ -190,6 +195,15 @@ def test_what_was_never_tried_is_no_cheaper_than_smaller_trees() -> None:
             costs.note_round(RoundKind(count, rows, rung, count), took_s, now_s=1.0)
     of_32 = [costs.draft_s(RoundKind(32, 32, rung, 32)) for rung in range(1, NUM_RUNGS)]
     assert (np.diff(of_32[2:]) >= 0).all()
+
+
+@pytest.mark.parametrize("forward", [FORWARD, CPU_FORWARD])
+def test_more_rows_than_were_measured_take_more(forward: StepCosts) -> None:
+    """Whether one forward is asked for or many."""
+    is_padded = forward is FORWARD
+    costs = RoundCosts(forward, LADDER, is_padded=is_padded, most_rows=8192)
+    rows = np.array([1, 100, 128, 129, 200, 2048, 2049, 5000])
+    assert costs.forwards_s(rows.astype(float)).tolist() == [costs.forward_s(n) for n in rows]
 
 
 def test_rows_go_where_they_bring_most() -> None:
@@ -330,12 +344,13 @@ def test_once_prompts_are_read_rows_have_the_price_of_a_step_without_them() -> N
 @pytest.mark.parametrize(
     ("largest", "shapes"),
     [
-        ("6/8/32", "1/1/2,2/1/3,3/1/4,4/2/7,6/2/8,6/4/16,6/8/32"),
-        ("5/8/32", "1/1/2,2/1/3,3/1/4,4/2/7,5/2/8,5/4/16,5/8/32"),
-        ("4/2/8", "1/1/2,2/1/3,3/1/4,4/2/7,4/2/8"),
-        ("3/4/20", "1/1/2,2/1/3,3/1/4,3/2/7,3/2/8,3/4/16"),
-        ("2/8/32", "1/1/2,2/1/3"),
-        ("16/1/17", "1/1/2,2/1/3,3/1/4"),
+        ("6/8/32", "1/1/2,2/1/3,3/1/4,5/1/6,6/2/8,6/4/16,6/8/32"),
+        ("5/8/32", "1/1/2,2/1/3,3/1/4,5/1/6,5/2/8,5/4/16,5/8/32"),
+        ("4/2/8", "1/1/2,2/1/3,3/1/4,4/2/6,4/2/8"),
+        ("4/1/5", "1/1/2,2/1/3,3/1/4"),
+        ("3/4/20", "1/1/2,2/1/3,3/1/4,3/2/6,3/2/8,3/4/16"),
+        ("2/8/32", "1/1/2,2/1/3,2/2/4,2/2/6"),
+        ("16/1/17", "1/1/2,2/1/3,3/1/4,5/1/6"),
     ],
 )
 def test_rungs_are_cut_to_the_steps_of_the_largest_tree(largest: str, shapes: str) -> None:

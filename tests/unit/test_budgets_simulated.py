@@ -39,7 +39,7 @@ _SLOW_S = 10e-3
 _STEPS = np.array([0, *(shape.num_steps for shape in LADDER)])
 _DEPTHS = np.arange(1, 1 + max(_STEPS))
 # How much more often than a chain a tree of a rung tries: not quite what is believed at first.
-_TRIES = np.array([1.0, 1.0, 1.0, 1.0, 1.2, 1.1, 1.4, 1.7])
+_TRIES = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 1.1, 1.4, 1.7])
 
 Ints = NDArray[np.int64]
 
@@ -85,7 +85,7 @@ class World:
         count, largest = len(rungs), int(rungs.max())
         took_s = self._costs.forward_s(int(self.rows[rungs].sum())) + host_s(count)
         if largest:
-            took_s += self.draft_s(largest, count)
+            took_s += self.draft_s(largest, int(np.count_nonzero(rungs)))
         return float(took_s)
 
     def draft_s(self, largest: int, count: int) -> float:
@@ -344,7 +344,7 @@ def test_who_would_have_a_tree_without_prompts_does_not_rest_beside_them(
     """Trees bring little then, but drafts must keep up. With a slower draft they bring less than
     none without prompts, too.
     """
-    world = World(np.resize(np.array([0.2, 0.9]), count), draft_factor=draft_factor)
+    world = World(np.resize(np.array([0.4, 0.9]), count), draft_factor=draft_factor)
     budget = budget_of(world)
     adaptive_rate(world, num_rounds=200, budget=budget)
     slots = np.arange(count)
@@ -387,6 +387,27 @@ def test_a_budget_beats_every_shape_where_texts_differ(count: int) -> None:
     """
     world = World(texts("mixed", count))
     assert adaptive_rate(world) >= 1.03 * best_fixed(world)
+
+
+@pytest.mark.parametrize(
+    ("easy", "hard", "least"),
+    [(0.95, 0.47, 1.1), (0.9, 0.3, 1.1), (0.85, 0.2, 1.08), (0.85, 0.35, 1.05)],
+)
+def test_texts_that_differ_share_a_step_that_one_shape_for_all_would_fill(
+    easy: float, hard: float, least: float
+) -> None:
+    """32 chains of three fill 128 rows, and twice as many rows cost 1.4 times as much. The first
+    case is what texts were like on an H200; no deal of any shapes of the ladder has more than 1.14,
+    1.12, 1.13 and 1.09 of the best shape for all.
+    """
+    parts = []
+    for seed in range(4):
+        world = World(np.resize(np.array([easy, hard]), 32), rng=np.random.default_rng(seed))
+        budget = budget_of(world)
+        adaptive_rate(world, num_rounds=120, budget=budget)
+        rate = adaptive_rate(world, num_rounds=300, budget=budget)
+        parts.append(rate / best_fixed(world))
+    assert np.mean(parts) >= least
 
 
 @pytest.mark.parametrize(
