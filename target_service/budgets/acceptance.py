@@ -41,7 +41,7 @@ _EVIDENCE_KEPT = 0.96
 # a hard text is tried again after some dozens of rounds.
 _EVIDENCE_KEPT_AT_REST = 0.995
 # 1 / variance of ease among texts.
-_PRIOR = 4.0
+_PRIOR = 2.0
 # Standard deviations of what is known of a request by which it may be easier than it seems.
 _DOUBT = 0.5
 # What the first guesses of the mean and of the offsets are worth, and what is kept per step.
