@@ -36,25 +36,30 @@ def answer_paths(
         state.outbox.append(reply)
         num_moved += reply.accept_index != _IN_ORDER[: len(reply.token_ids)]
     state.counts.moved_rounds += num_moved
-    if paths.features is not None:
-        _keep_features(state, committed, paths.features)
+    _keep_features(state, committed, paths.features)
 
 
 def _keep_features(
-    state: EngineState, committed: Sequence[CommittedPath], features: FeatureRows
+    state: EngineState, committed: Sequence[CommittedPath], features: FeatureRows | None
 ) -> None:
-    """Keep the features of paths, but of those that end a request or a prompt."""
+    """Keep the features of paths, but of those that end a request or a prompt.
+
+    Args:
+        features: None: of no request were any wanted at the launch.
+    """
     rested = []
     for request, row, path, cut, round_idx, _ in committed:
         log = request.features
-        if log is None or cut.reason or not round_idx:
+        if log is None or log.is_dormant or cut.reason or not round_idx:
             continue
         num_rows = len(path.token_ids)
-        if log.rested_since is None:
+        if features is None:
+            log.skip_to(path.seq_len + num_rows)  # it has woken since
+        elif log.rested_since is None:
             log.append(path.seq_len, features[row, :num_rows].copy())
         else:
             rested.append(RestedPath(row, request.req_idx, path.seq_len, num_rows))
-    if rested:
+    if rested and features is not None:
         state.features.keep_rested(rested, features)
 
 

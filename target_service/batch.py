@@ -155,7 +155,7 @@ def build_batch(
         num_rows=count,
         logit_rows=_logit_rows(num_tree_rows, chains) if chains else None,
         wants_features=any(
-            [r.features is not None for r in (*sampled, *[work.request for work in works])]
+            [r.keeps_rows for r in (*sampled, *[work.request for work in works])]
         ),
     )
 

@@ -85,10 +85,13 @@ def commit_chains(state: EngineState, batch: StepBatch, outputs: StepOutputs) ->
             log.is_replaying = False
         if log is None or not state.is_held(request):
             continue
-        assert rows is not None
         if isinstance(work, PrefillWork):
-            log.append(work.start, rows)  # of a buffer that no other step writes to
+            if rows is None or log.is_dormant:  # as it is, or was at the launch
+                log.skip_to(work.stop)
+            else:
+                log.append(work.start, rows)  # of a buffer that no other step writes to
         else:
+            assert rows is not None
             state.features.commit_replay(request, work.start, rows)
 
 

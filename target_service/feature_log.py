@@ -6,7 +6,8 @@ Rows by position:
     [start, end)      retained
     [next, end)       not sent to the subscriber yet; next < start: a gap that replay closes first
 
-Of a request that rests, later rows are kept elsewhere (resting_rows.py) until trees are wanted.
+Of a request that rests, later rows are kept elsewhere (resting_rows.py) until trees are wanted, or
+nowhere, if nothing is expected of its trees: then all of them are replayed.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class FeatureLog:
         channel: To the subscriber's engine; None: the subscriber has a stream at the front.
         is_replaying: A step in flight computes rows again.
         is_held_back: Nothing is sent for now: no trees are wanted of the request.
+        is_dormant: No rows are kept either, nor brought to the host.
         rested_since: Step from which on rows are kept elsewhere; None: they are kept here.
     """
 
@@ -48,6 +50,7 @@ class FeatureLog:
     channel: PeerChannel | None = None
     is_replaying: bool = False
     is_held_back: bool = False
+    is_dormant: bool = False
     rested_since: int | None = None
     _blocks: deque[FeatureRows] = field(default_factory=deque)  # each [n, row_bytes]
 

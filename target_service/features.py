@@ -167,13 +167,28 @@ class FeatureOutlet:
             return
         log.is_held_back = True
         self._waking.pop(request.request_id, None)
-        if request.phase is Phase.RUNNING and log.rested_since is None:
+        if request.phase is Phase.RUNNING and log.rested_since is None and not log.is_dormant:
             log.rested_since = self.rested.end
+
+    def keep_none(self, request: TargetRequest) -> None:
+        """Keep no rows of a request that is held back until it wakes: nothing is expected of its
+        trees, and steps of such requests alone need not bring any to the host.
+        """
+        log = request.features
+        if log is None or log.is_dormant or not log.is_held_back:
+            return
+        if request.request_id not in self._waking:
+            log.is_dormant, log.rested_since = True, None
+            log.skip_to(log.end)
 
     def num_dropped(self, request: TargetRequest) -> int:
         """Return how many rows would have to be replayed, at most, if a request rested no more."""
         log = request.features
-        if log is None or log.rested_since is None or self.rested.has_all(log.rested_since):
+        if log is None:
+            return 0
+        if log.is_dormant:
+            return request.committed_len - (log.next or 0)
+        if log.rested_since is None or self.rested.has_all(log.rested_since):
             return 0
         return request.committed_len - log.end
 
@@ -227,6 +242,9 @@ class FeatureOutlet:
     def _release(self, request: TargetRequest, log: FeatureLog) -> None:
         """Bring the log of a request up to date that was held back."""
         log.is_held_back = False
+        if log.is_dormant:
+            log.is_dormant = False
+            log.skip_to(request.committed_len)
         if log.rested_since is None:
             return
         for position, rows in self.rested.of(request.req_idx, log.rested_since):
@@ -240,7 +258,7 @@ class FeatureOutlet:
         log = request.features
         if log is None:
             return True
-        is_next = log.next == position == log.end
+        is_next = log.next == position == log.end and not log.is_dormant
         is_attached = request.draft is not None and log.channel is request.draft.channel
         has_way = self.ring is not None or not log.reads_ring
         return has_way and is_next and is_attached

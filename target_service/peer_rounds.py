@@ -85,6 +85,8 @@ class PeerRounds(TreeSource):
             self.take_credit(request)
             if is_resting and request.phase is not Phase.RUNNING:
                 self._state.features.hold_back(request)  # until its first tree is wanted
+                if self.shapes.expects_nothing_of(request):
+                    self._state.features.keep_none(request)
 
     def take_credit(self, request: TargetRequest) -> None:
         peer, trees = request.draft, request.peer_trees
@@ -124,6 +126,8 @@ class PeerRounds(TreeSource):
         if wanted is None:
             if peer.progress is not Progress.RESTING:
                 begin_rest(self._state, request, peer)
+            if request.keeps_rows and self.shapes.expects_nothing_of(request):
+                self._state.features.keep_none(request)
             return
         shape = wanted.within(self._max_context_len - request.committed_len)
         self._order_if_ready(request, peer, shape)
@@ -162,7 +166,8 @@ class PeerRounds(TreeSource):
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
     ) -> None:
         self.shapes.begin_orders()
-        for (channel, shapes, has_features), rows in self._rows_to_order(trees, nodes).items():
+        rows_of = self._rows_to_order(trees, nodes, has_features=features is not None)
+        for (channel, shapes, has_features), rows in rows_of.items():
             requests, paths = [trees.requests[row] for row in rows], [nodes[row] for row in rows]
             if not has_features:
                 self._put_paths(channel, shapes, requests, paths, None)
@@ -175,10 +180,13 @@ class PeerRounds(TreeSource):
                 self._put_paths(channel, shapes, requests[span], paths[span], place, prepare)
 
     def _rows_to_order(
-        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes]
+        self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, has_features: bool
     ) -> dict[tuple[PeerChannel, _NextShapes, bool], list[int]]:
         """Return the rows of requests whose next trees can be ordered before the commit, by what a
         PathBatch has in common: channel, shapes, whether it has features.
+
+        Args:
+            has_features: The step has brought any.
         """
         rows_of: dict[tuple[PeerChannel, _NextShapes, bool], list[int]] = {}
         for row, (request, path) in enumerate(zip(trees.requests, nodes, strict=True)):
@@ -189,6 +197,8 @@ class PeerRounds(TreeSource):
                 continue
             if not self._goes_on(request, peer, path):
                 continue
+            if request.features is not None and not has_features:
+                continue  # it was dormant at the launch
             shape, following = self._next_shapes(request, peer, peer.credit)
             if shape is None:
                 continue  # it rests once the path is committed

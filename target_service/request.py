@@ -167,6 +167,11 @@ class TargetRequest:
         return turn_s(self.opened_s, self.open.priority), self.admission_idx
 
     @property
+    def keeps_rows(self) -> bool:
+        """Return whether feature rows of the steps that are launched now are kept."""
+        return self.features is not None and not self.features.is_dormant
+
+    @property
     def next_num_rows(self) -> int:
         """Return the rows of the next round."""
         return 1 if self.queued is None else self.queued.num_rows

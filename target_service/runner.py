@@ -298,7 +298,7 @@ class TargetRunner:
             _read_taken(read, batch, verified)
             verified.node_outputs.read(read, walk.path_rows)
         for i, chain in enumerate(batch.chains):
-            if chain.work.request.features is not None:
+            if chain.work.request.keeps_rows:
                 assert extended.features is not None
                 count = chain.work.stop - chain.work.start
                 rows = extended.features[chain.first_row : chain.first_row + count]

@@ -80,7 +80,7 @@ def build_verify(
         max_depth=nodes.max_depth if bucket is None else MAX_TREE_NODES - 1,
         may_move_kv=bucket is not None or not all(layout.is_chain for layout in trees.layouts),
         **_logprob_fields(nodes, staging),
-        wants_features=any([request.features is not None for request in requests]),
+        wants_features=any([request.keeps_rows for request in requests]),
         wants_experts=any([request.open.wants_routed_experts for request in requests]),
         num_device_trees=trees.num_on_device,
         mailbox_paths=mailbox_paths,

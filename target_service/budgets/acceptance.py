@@ -30,6 +30,8 @@ Floats = NDArray[np.float64]
 _LEAST_EASE, _MOST_EASE = -2.6, 1.4
 _CLASS_WIDTH = 0.125
 NUM_CLASSES = 1 + round((_MOST_EASE - _LEAST_EASE) / _CLASS_WIDTH)
+LAST_HOPELESS_CLASS = 6
+"""One draft in seven is accepted, or fewer: trees bring less than they take even to one request."""
 # Two drafts of three accepted, in a chain: what is expected of a draft that nobody has seen yet.
 _FIRST_EASE = math.log(-math.log(1 / 3))
 # More nodes per step make a step succeed as if it were tried so much more often: measured.

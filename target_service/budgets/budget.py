@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.messages import TreeShape
-from target_service.budgets.acceptance import Acceptance
+from target_service.budgets.acceptance import LAST_HOPELESS_CLASS, Acceptance
 from target_service.budgets.costs import RoundCosts, RoundKind, bucket_size
 from target_service.budgets.deal import NOTHING_FIXED, Deal, Dealer, FixedRounds
 
@@ -54,6 +54,9 @@ _PROBE_RUNG = 3
 _PROBE_ROUNDS = 3
 _PROBE_PATIENCE = 64
 _MOST_PROBED = 4
+# .. and the part of the time that may go into rows that are computed again for them.
+_MOST_REPLAYED, _PUT_OFF_ROUNDS = 0.004, 16
+_MANY_ROWS = 1 << 40
 # Decisions for which it is remembered whether so many requests would all rest.
 _FORECAST_DECISIONS = 16
 # Gains by class change slowly: decisions after which they are computed anew, at first and later.
@@ -97,6 +100,10 @@ class TreeBudget:
         self.acceptance = Acceptance(ladder, num_slots)
         self.rungs: Ints = np.zeros(num_slots, dtype=np.int64)
         """Of each slot, as decided last; 0: the root alone."""
+        self.is_hopeless = np.zeros(num_slots, dtype=bool)
+        """Of each slot: all rest, and nothing is expected of this one's trees with fewer others
+        either.
+        """
         self._clock = clock
         self._rung_of_size = _rung_of_size(costs.rows)
         self._is_whole = np.isin(np.arange(len(self._rung_of_size)), costs.rows)
@@ -127,6 +134,7 @@ class TreeBudget:
         self._ended_s[slot] = 0.0
         self._rests_until[slot] = 0
         self._is_new[slot] = True
+        self.is_hopeless[slot] = False
         self.rungs[slot] = 0
         self._decided_round = -DECISION_ROUNDS
 
@@ -141,6 +149,11 @@ class TreeBudget:
             deal = self._dealer.deal(classes, caps, np.zeros_like(caps), favour=self._favour)
             self._forecast = (era, count, not deal.limit)
         return self._forecast[2]
+
+    @property
+    def expects_nothing(self) -> bool:
+        """Return whether nothing is expected of the trees of a request that is new."""
+        return self._num_decisions > 0 and self.acceptance.mean_class <= LAST_HOPELESS_CLASS
 
     @property
     def is_due(self) -> bool:
@@ -176,14 +189,14 @@ class TreeBudget:
         self._coming_mixed = 0.0 if has_ended else self._mixed
         caps = self._caps_of_rests(slots, caps, fixed.num_requests, num_coming)
         deal = self._deal(slots, caps, fixed)
-        if num_dropped is not None and num_dropped.any():
+        if deal.limit and num_dropped is not None and num_dropped.any():
             lower_caps = np.where(num_dropped > 0, 0, caps)
             staying = self._deal(slots, lower_caps, fixed)
             if not self._pays_back(deal, staying, num_dropped):
                 caps, deal = lower_caps, staying
         self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST
         if not deal.limit:
-            rungs = self._probed(slots, caps, fixed)
+            rungs = self._probed(slots, caps, fixed, num_dropped)
         elif not (fixed.num_trees or num_coming) and self.costs.plain_is_worth_a_try(
             len(slots) + fixed.num_requests, deal.tokens_per_s, self._clock()
         ):
@@ -196,6 +209,10 @@ class TreeBudget:
             self._rests_until[begins_rest] = self._round + rest
         self.rungs[slots] = rungs
         self._is_new[slots] = False
+        self.is_hopeless[slots] = not deal.limit and self._are_hopeless(slots)
+
+    def _are_hopeless(self, slots: Ints) -> NDArray[np.bool_]:
+        return self.acceptance.classes(slots) <= LAST_HOPELESS_CLASS
 
     def _caps_of_rests(self, slots: Ints, caps: Ints, num_fixed: int, num_coming: int) -> Ints:
         """Return the caps, 0 of requests whose rest goes on; see `decide`.
@@ -352,10 +369,14 @@ class TreeBudget:
             self._new_gains_at += min(self._num_decisions, _LAST_GAINS)
             self._dealer = Dealer(self.acceptance.gains(), self.costs)
 
-    def _probed(self, slots: Ints, caps: Ints, fixed: FixedRounds) -> Ints:
+    def _probed(
+        self, slots: Ints, caps: Ints, fixed: FixedRounds, num_dropped: Ints | None
+    ) -> Ints:
         """Return the rungs of requests none of which would get a tree; a few are tried at times.
 
-        As many as fit beside the roots into the next size of a step, or one.
+        As many as fit beside the roots into the next size of a step, or one. If rows of all of them
+        would have to be computed again, the one with the fewest, once that takes little of the time
+        since.
         """
         rungs = np.zeros_like(caps)
         if not self._probe.is_on(self._round, len(slots)):
@@ -367,8 +388,17 @@ class TreeBudget:
             sizes, _ = self.costs.sizes_above(base)
             num_more = max(int(self.costs.rows[rung]) - 1, 1)
             room = (int(sizes[0]) - base) // num_more if len(sizes) else 0
-            promise = np.where(caps > 0, self.acceptance.promise(slots), -np.inf)
-            count = min(max(room, 1), _MOST_PROBED)
+            lost = np.zeros_like(caps) if num_dropped is None else num_dropped
+            lost = np.where(caps > 0, lost, _MANY_ROWS)
+            fewest = int(lost.min())
+            if fewest == _MANY_ROWS:
+                return rungs
+            promise = np.where(lost == fewest, self.acceptance.promise(slots), -np.inf)
+            count = min(max(room, 1), _MOST_PROBED, np.count_nonzero(lost == fewest))
+            if fewest:
+                count, lost_s = 1, self.costs.marginal_s(float(fewest))
+                if not self._probe.affords(lost_s, self._round, self._clock()):
+                    return rungs
             chosen = np.argsort(-promise, kind="stable")[:count]
         rungs[chosen] = np.minimum(caps[chosen], rung)
         return rungs
@@ -386,6 +416,7 @@ class _Probe:
         # Rounds before the last try with so many requests, by powers of two.
         self._after: dict[int, int] = {}
         self._begins: int | None = None  # the next try, or the one that is on
+        self._paid_at_s: float | None = None  # when rows were computed again for one
 
     def reset(self, num_requests: int) -> None:
         """Take note that trees pay with so many requests: tries with more of them said nothing of
@@ -408,6 +439,21 @@ class _Probe:
         if self.num_rounds >= _PROBE_ROUNDS or now >= self._begins + _PROBE_PATIENCE:
             self._begins = None
             return False
+        return True
+
+
+    def affords(self, lost_s: float, now: int, now_s: float) -> bool:
+        """Return whether rows may be computed again for a try; else it is put off.
+
+        Args:
+            lost_s: What they take.
+        """
+        if self._paid_at_s is None:
+            self._paid_at_s = now_s
+        if lost_s > _MOST_REPLAYED * (now_s - self._paid_at_s):
+            self._begins = now + _PUT_OFF_ROUNDS
+            return False
+        self._paid_at_s = now_s
         return True
 
 

@@ -36,6 +36,10 @@ class TreeShapes:
         """Return the shape of the next tree that is ordered; None: the request rests."""
         return credit.shape
 
+    def expects_nothing_of(self, request: TargetRequest) -> bool:
+        """Return whether a request that rests is not expected to have trees at all."""
+        return False
+
     def begin_orders(self) -> None:
         """Take note of what was decided before the orders of a step's rounds: they waited for that,
         and an order may decide anew.
@@ -138,6 +142,12 @@ class BudgetedShapes(TreeShapes):
         if known is None or known[0] is not credit:  # it may be another one by now
             known = self._shapes[slot] = credit, self._shape(self._wanted[slot], credit.shape)
         return known[1]
+
+    def expects_nothing_of(self, request: TargetRequest) -> bool:
+        slot = request.req_idx
+        if slot < 0 or self._owners[slot] is not request:
+            return self._budget.expects_nothing
+        return bool(self._budget.is_hopeless[slot])
 
     def begin_orders(self) -> None:
         self._wanted_before = self._wanted.copy()

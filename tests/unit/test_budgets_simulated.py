@@ -448,6 +448,81 @@ def test_a_draft_of_which_nothing_is_accepted_costs_little_even_if_it_takes_litt
     assert rate >= 0.99 * fixed_rate(world, 0)
 
 
+def rate_without_rows(
+    world: World, budget: TreeBudget, num_rounds: int, *, num_prompt: int, num_new: int = 256
+) -> float:
+    """Return the tokens per second of requests that begin with none of their rows kept, unless
+    something is expected of them: rows of who gets a tree again are computed then, with the others
+    of the step. Requests end after so many tokens, and others begin.
+    """
+    slots = np.arange(world.count)
+    caps = np.full(world.count, len(LADDER))
+    num_tokens, num_dropped = np.full(world.count, num_prompt), np.full(world.count, num_prompt)
+    began_s, tokens = world.now_s, 0.0
+    for slot in slots.tolist():
+        budget.begin(slot)
+    for _ in range(num_rounds):
+        if budget.is_due:
+            budget.decide(slots, caps, num_dropped=num_dropped)
+        rungs = budget.rungs[slots]
+        num_replayed = int(num_dropped[rungs > 0].sum())
+        if num_replayed:
+            world.now_s += FORWARD.of(num_replayed)
+        num_dropped[rungs > 0] = 0
+        accepted = world.accepted(rungs)
+        world.now_s += world.round_s(rungs)
+        tokens += world.tokens(rungs)
+        num_tokens += 1 + accepted
+        num_dropped += np.where(budget.is_hopeless[slots], 1 + accepted, 0)
+        times = StepTimes(
+            num_rows=int(world.rows[rungs].sum()),
+            num_requests=world.count,
+            waited_rungs=rungs,
+            has_prompts=num_replayed > 0,
+            is_clean=not num_replayed,
+        )
+        budget.note_step(slots, world.rows[rungs], accepted, times)
+        for slot in np.flatnonzero(num_tokens >= num_prompt + num_new).tolist():
+            num_tokens[slot] = num_prompt
+            num_dropped[slot] = num_prompt if budget.expects_nothing else 0
+            budget.begin(slot)
+    return tokens / (world.now_s - began_s)
+
+
+@pytest.mark.parametrize("num_prompt", [100, 2000])
+@pytest.mark.parametrize("count", [1, 32, *exhaustive([8, 128])])
+def test_rows_that_nobody_keeps_are_computed_again_seldom(count: int, num_prompt: int) -> None:
+    world = World(np.zeros(count))
+    budget = budget_of(world)
+    adaptive_rate(world, num_rounds=300, budget=budget)
+    assert budget.is_hopeless.all() and budget.expects_nothing
+    rate = rate_without_rows(world, budget, 1000, num_prompt=num_prompt)
+    assert rate >= 0.99 * fixed_rate(world, 0)
+
+
+@pytest.mark.parametrize("count", [1, 32])
+def test_texts_that_become_easy_are_found_though_nobody_keeps_rows(count: int) -> None:
+    """Within some seconds, and then those who come have trees at once."""
+    world = World(np.zeros(count))
+    budget = budget_of(world)
+    adaptive_rate(world, num_rounds=300, budget=budget)
+    world.reached = World(texts("easy", count)).reached
+    rate_without_rows(world, budget, 1500, num_prompt=300)
+    rate = rate_without_rows(world, budget, 300, num_prompt=300)
+    assert not budget.is_hopeless.any()
+    assert rate >= 0.9 * best_fixed(world)
+
+
+@pytest.mark.parametrize("kind", ["hard", "mixed"])
+def test_something_is_expected_of_who_rests_because_others_are_many(kind: str) -> None:
+    """With fewer requests it would have a tree: its rows are kept."""
+    world = World(texts(kind, 256))
+    budget = budget_of(world)
+    adaptive_rate(world, num_rounds=300, budget=budget)
+    assert not budget.rungs.all()
+    assert not budget.is_hopeless.any() and not budget.expects_nothing
+
+
 @pytest.mark.parametrize("hard", [0.0, 0.02])
 def test_texts_that_become_easy_get_trees_again(hard: float) -> None:
     world = World(np.full(32, hard))

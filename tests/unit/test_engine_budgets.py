@@ -46,10 +46,14 @@ def make(models: Models) -> Iterator[Make]:
 
 
 class HostileShapes(TreeShapes):
-    """Wants another tree, or none, whenever it is asked."""
+    """Wants another tree, or none, whenever it is asked, and of some who rest none later."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
+        self._hopes = random.Random(seed)
+
+    def expects_nothing_of(self, request: TargetRequest) -> bool:
+        return self._hopes.random() < 0.2
 
     def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
         if not credit.adapts:

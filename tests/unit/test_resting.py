@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 
 from shared.ladder import LADDER
 from shared.messages import PeerTrees, TreeShape
+from target_service.batch import StepBatch
 from target_service.budgets.shapes import TreeShapes
 from target_service.peer_rounds import PeerRounds
 from target_service.request import TargetRequest
 from target_service.resting_rows import RestedPath, RestedRows
+from target_service.scheduler import StepPlan
+from target_service.tree_source import TreeSource
 from tests.device_pair import DevicePair, Make, check, device_engines, requests_of
 from tests.engines import Models, fresh, make_draft, make_target, plain_of, random_tokens
 from tests.marks import EXHAUSTIVE
@@ -32,15 +35,20 @@ class RestsAtTimes(TreeShapes):
 
     Args:
         rests_first: Requests begin with a rest, and their prompts are held back.
+        is_hopeless: Of who rests no rows are kept.
     """
 
-    def __init__(self, seed: int, *, rests_first: bool = False) -> None:
+    def __init__(self, seed: int, *, rests_first: bool = False, is_hopeless: bool = False) -> None:
         self._rng = random.Random(seed)
+        self._is_hopeless = is_hopeless
         self._rests_first = rests_first
         self._wanted: dict[str, tuple[int, TreeShape | None]] = {}
 
     def begin(self, request: TargetRequest) -> bool:
         return self._rests_first
+
+    def expects_nothing_of(self, request: TargetRequest) -> bool:
+        return self._is_hopeless
 
     def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
         first = (_FIRST_REST if self._rests_first else 0, None)
@@ -104,8 +112,13 @@ def _row(slot: int, position: int) -> np.ndarray:
     return np.array([slot, position % 251, 0, 1, 2, 3, 4, 5], dtype=np.uint8)
 
 
-@pytest.mark.parametrize("max_rows", [pytest.param(0, marks=EXHAUSTIVE), 12, 10_000])
-def test_whatever_is_kept_the_draft_reads_the_true_rows(models: Models, max_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("max_rows", "is_hopeless"),
+    [pytest.param(0, False, marks=EXHAUSTIVE), (12, False), (10_000, False), (10_000, True)],
+)
+def test_whatever_is_kept_the_draft_reads_the_true_rows(
+    models: Models, max_rows: int, *, is_hopeless: bool
+) -> None:
     """What was dropped is replayed; trees are the ones of a draft that has read everything."""
     pairing = models.pairing("eagle3")
     target, draft = make_target(pairing, feature_ring_mb=1), make_draft(pairing)
@@ -117,7 +130,7 @@ def test_whatever_is_kept_the_draft_reads_the_true_rows(models: Models, max_rows
     pair.run(list(map(fresh, requests)))
     true_trees = _trees_of(pair)
     assert isinstance(target.source, PeerRounds)
-    target.source.shapes = RestsAtTimes(1)
+    target.source.shapes = RestsAtTimes(1, is_hopeless=is_hopeless)
     pair = PeerPair(target, draft, adapts=True)
     pair.run(requests)
     check(requests, expected)
@@ -134,7 +147,8 @@ def _trees_of(pair: PeerPair) -> dict[tuple[str, int], tuple[int, ...]]:
     return {(tree.request_id, tree.seq_len): tree.token_ids for tree in pair.trees}
 
 
-def test_prompts_are_held_back_where_all_rest(make: Make) -> None:
+@pytest.mark.parametrize("is_hopeless", [False, True])
+def test_prompts_are_held_back_where_all_rest(make: Make, *, is_hopeless: bool) -> None:
     """A request that never gets a tree costs its draft nothing; one that does gets all its rows."""
     target, draft, _ = make("eagle3", prefill_chunk_len=16)
     requests = [
@@ -143,7 +157,7 @@ def test_prompts_are_held_back_where_all_rest(make: Make) -> None:
     ]
     expected = plain_of(target, requests)
     assert isinstance(target.source, PeerRounds)
-    target.source.shapes = RestsAtTimes(2, rests_first=True)
+    target.source.shapes = RestsAtTimes(2, rests_first=True, is_hopeless=is_hopeless)
     pair = DevicePair(target, draft, adapts=True)
     for request in requests:
         pair.open(request)
@@ -154,4 +168,46 @@ def test_prompts_are_held_back_where_all_rest(make: Make) -> None:
     pair.finish()
     check(requests, expected)
     assert any(path.num_draft_tokens > 1 for request in requests for path in request.paths)
+    pair.check_idle()
+
+
+class NeverWanted(TreeShapes):
+    """Wants no trees, and none later."""
+
+    def begin(self, request: TargetRequest) -> bool:
+        return True
+
+    def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
+        return None
+
+    def expects_nothing_of(self, request: TargetRequest) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_steps_of_requests_without_hope_bring_no_rows(make: Make, *, overlaps: bool) -> None:
+    """Neither of prompts nor of rounds, as if no draft were there."""
+    target, draft, _ = make("eagle3", prefill_chunk_len=16)
+    target.scheduler.overlaps_steps = overlaps
+    requests = [
+        replace(r, prompt=random_tokens(random.Random(i), 50), max_new_tokens=20)
+        for i, r in enumerate(requests_of(3, 2, LARGEST))
+    ]
+    expected = plain_of(target, requests)
+    assert isinstance(target.source, PeerRounds)
+    target.source.shapes = NeverWanted()
+    pair, wanted = DevicePair(target, draft, adapts=True), []
+    pack = target.runner.pack
+
+    def noting_pack(plan: StepPlan, source: TreeSource) -> StepBatch:
+        batch = pack(plan, source)
+        wanted.append(batch.wants_features)
+        return batch
+
+    target.runner.pack = noting_pack  # type: ignore[method-assign]
+    pair.run(requests)
+    check(requests, expected)
+    # A draft attaches while its request's first chunk is being computed.
+    assert len(wanted) > 20 and not any(wanted[2:])
+    assert not any(held.kv_len for held in draft.requests.values())
     pair.check_idle()
