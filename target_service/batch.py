@@ -154,9 +154,7 @@ def build_batch(
         chains=chains,
         num_rows=count,
         logit_rows=_logit_rows(num_tree_rows, chains) if chains else None,
-        wants_features=any(
-            [r.keeps_rows for r in (*sampled, *[work.request for work in works])]
-        ),
+        wants_features=any([r.keeps_rows for r in (*sampled, *[work.request for work in works])]),
     )
 
 

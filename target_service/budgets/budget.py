@@ -37,6 +37,9 @@ _BAD_SURPRISE = 1.3
 _MIXED_WEIGHT = 0.15
 # Fewer are none: some dozens of rounds ago there were prompts.
 _LEAST_MIXED = 0.01
+# Where more have, requests begin all the time: what they have was decided for fewer of them, and
+# once the prompts have been read, for other rows.
+_MOSTLY_MIXED = 0.3
 # So many rounds without prompts, and none being read, and the next ones have none either.
 _PROMPTS_ENDED_AFTER = 3
 # Rows that a draft has missed and that are gone are computed again if that pays within the time in
@@ -127,6 +130,7 @@ class TreeBudget:
         self._mixed, self._tokens = 0.0, 1.0
         self._num_clear = 0  # rounds since one had rows of prompts
         self._coming_mixed = 0.0  # what the mean is expected to be of the next rounds
+        self._keeps_deals = True  # another one must bring some more
 
     def begin(self, slot: int) -> None:
         """Take note that another request has a slot; it gets what most requests like it have."""
@@ -186,7 +190,8 @@ class TreeBudget:
             return
         self._renew_gains()
         has_ended = not num_coming and self._num_clear >= _PROMPTS_ENDED_AFTER
-        self._coming_mixed = 0.0 if has_ended else self._mixed
+        mixed_before, self._coming_mixed = self._coming_mixed, 0.0 if has_ended else self._mixed
+        self._keeps_deals = max(mixed_before, self._coming_mixed) < _MOSTLY_MIXED
         caps = self._caps_of_rests(slots, caps, fixed.num_requests, num_coming)
         deal = self._deal(slots, caps, fixed)
         if deal.limit and num_dropped is not None and num_dropped.any():
@@ -270,9 +275,8 @@ class TreeBudget:
             held[:] = 0  # but for those that are tried
         if num_new:
             held[is_new] = np.bincount(held[~is_new]).argmax()
-        if not self._num_decisions % _UNFAVOURED_DECISION:
-            return held, 0.0
-        return held, self._favour
+        is_unfavoured = not self._num_decisions % _UNFAVOURED_DECISION
+        return held, self._favour if self._keeps_deals and not is_unfavoured else 0.0
 
     @property
     def _favour(self) -> float:
@@ -440,7 +444,6 @@ class _Probe:
             self._begins = None
             return False
         return True
-
 
     def affords(self, lost_s: float, now: int, now_s: float) -> bool:
         """Return whether rows may be computed again for a try; else it is put off.

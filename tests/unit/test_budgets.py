@@ -317,21 +317,21 @@ def test_once_prompts_are_read_rows_have_the_price_of_a_step_without_them() -> N
     chosen = []
     for num_mixed in (0, 40):
         costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
-        budget = TreeBudget(costs, LADDER, 64, clock=lambda: 0.0)
-        slots, ones = np.arange(64), np.ones(64, dtype=np.int64)
+        budget = TreeBudget(costs, LADDER, 24, clock=lambda: 0.0)
+        slots, ones = np.arange(24), np.ones(24, dtype=np.int64)
         for slot in slots.tolist():
             budget.begin(slot)
-        caps = np.full(64, len(LADDER))
+        caps = np.full(24, len(LADDER))
         rungs = []
         for i in range(num_mixed + 4):
             times = StepTimes(
-                num_rows=256,
-                num_requests=64,
+                num_rows=96,
+                num_requests=24,
                 waited_rungs=3 * ones,
                 has_prompts=i < num_mixed,
                 is_clean=i >= num_mixed,
             )
-            budget.note_step(slots, 4 * ones, 2 * ones, times)
+            budget.note_step(slots, 4 * ones, 3 * ones, times)
             if budget.is_due:
                 budget.decide(slots, caps, num_coming=int(i < num_mixed))
                 rungs.append(budget.rungs[slots].tolist())

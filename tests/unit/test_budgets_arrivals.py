@@ -187,6 +187,25 @@ def test_with_its_prompts_a_batch_is_near_the_best_shape_or_better(count: int, e
     assert float(np.median(took_s)) <= 1.06 * best_s
 
 
+def test_trees_shrink_as_the_prompts_of_many_end() -> None:
+    """What pays for the first dozen is not kept for all that come after them."""
+
+    def rate(server: Server, count: int) -> float:
+        began_s = server.now_s
+        server.serve([Arrived(began_s, _NUM_PROMPT, 256) for _ in range(count)])
+        return count * 256 / (server.now_s - began_s)
+
+    best = max(rate(Server(ease=0.9, spread=0.05, rung=rung), 128) for rung in (0, 1, 3, 4))
+    rates = []
+    for seed in range(6):
+        server = Server(ease=0.9, spread=0.05, is_adaptive=True)
+        server.world.rng = np.random.default_rng(seed)
+        for smaller in (1, 8, 32, 128):
+            rate(server, smaller)
+        rates.append(rate(server, 128))
+    assert np.mean(rates) >= best
+
+
 def decode_rate(server: Server, count: int) -> float:
     """Return the tokens per second of a batch, but for the time that its prompts take."""
     reading_s = FORWARD.of(2048) * count * _NUM_PROMPT / 2048
