@@ -145,7 +145,7 @@ class TreeBudget:
     def would_rest(self, num_requests: int) -> bool:
         """Return whether trees would pay for none of so many requests, all as easy as the mean."""
         if not self._num_decisions or num_requests <= 1:
-            return False
+            return self.expects_nothing
         count, era = bucket_size(num_requests), self._num_decisions // _FORECAST_DECISIONS
         if self._forecast[:2] != (era, count):
             classes = np.full(num_requests, self.acceptance.mean_class)

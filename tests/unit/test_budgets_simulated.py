@@ -496,6 +496,7 @@ def test_rows_that_nobody_keeps_are_computed_again_seldom(count: int, num_prompt
     budget = budget_of(world)
     adaptive_rate(world, num_rounds=300, budget=budget)
     assert budget.is_hopeless.all() and budget.expects_nothing
+    assert budget.would_rest(1) and budget.would_rest(256)
     rate = rate_without_rows(world, budget, 1000, num_prompt=num_prompt)
     assert rate >= 0.99 * fixed_rate(world, 0)
 
