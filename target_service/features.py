@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 MAX_EARLY_SUBSCRIPTIONS = 4096
 # Blocks of rows that are sent as one: a block has the rows of a prompt's chunk, or of a path.
 _MANY_BLOCKS = 8
-# Rows of requests that have rested go out with a step until there are so many: some 4 MB at most,
-# which a draft reads in a round or two.
-_WOKEN_ROWS = 1024
+# Rows of requests that have rested go out with a step until there are so many, or so many bytes:
+# hosts copy them while others wait for the next step, and a draft reads them in a round or two.
+_WOKEN_ROWS, _WOKEN_BYTES = 1024, 8 << 20
 
 
 class FeatureOutlet:
@@ -230,7 +230,7 @@ class FeatureOutlet:
 
     def _wake_some(self) -> None:
         """Release requests that are waking, as many as drafts can read the rows of in a step."""
-        num_rows = _WOKEN_ROWS
+        num_rows = min(_WOKEN_ROWS, _WOKEN_BYTES // max(self.row_bytes, 1))
         while self._waking and num_rows > 0:
             request_id = next(iter(self._waking))
             request = self._waking.pop(request_id)

@@ -53,6 +53,11 @@ _LEAST_HOST = 0.5
 # much, and it is another draft, or a busy one: what was learned long ago of it is void.
 _CHANGE, _CHANGE_S = 0.1, 20e-6
 _MUCH_CHANGE = 0.5
+# Many trees that took more than so many times what was expected of them had to wait for something.
+_PLAUSIBLE = 3.0
+# .. unless it is less than such a part of the round: what few trees take beside many requests is a
+# small difference of large numbers.
+_MUCH_OF_ROUND = 0.05
 
 # Of what trees take on a CPU: what few rows of them take at least.
 _LEAST_SHARE = 0.05
@@ -229,10 +234,14 @@ class RoundCosts:
         self._samples.note(place, took_s, forward_s, batch=batch, share=share, now_s=now_s)
         # Other rungs of as many trees, or of more, are known no better if they were not tried for
         # long.
-        has_forgotten = kind.rung > 0 and self._samples.try_again(now_s, slice(place[1], batch + 1))
+        has_forgotten = kind.rung > 0 and self._samples.try_again(
+            now_s, place[1], batch, self._draft <= _PLAUSIBLE * self._growth
+        )
         entry_s = self._samples.entry(place, self._host)
         if entry_s is not None and kind.rung:
-            if _differs(entry_s, float(self._draft[place]), _MUCH_CHANGE):
+            known_s = float(self._draft[place])
+            is_much = abs(entry_s - known_s) > _MUCH_OF_ROUND * took_s
+            if is_much and _differs(entry_s, known_s, _MUCH_CHANGE):
                 has_forgotten |= self._samples.forget_trees(now_s)
             self._draft[place] = entry_s
         elif entry_s is not None:

@@ -24,6 +24,10 @@ _FIRST_PATIENCE, _FIRST_PATIENCE_CPU, _LAST_PATIENCE = 64, 256, 1024
 # .. and where all have trees, rounds without any.
 _PLAIN_PATIENCE, _PLAIN_PATIENCE_CPU = 256, 64
 _LEAST_PATIENCE_S = 0.3
+# .. but if it has more trees than there are now, and took on a GPU what can be believed, after so
+# long at least, then after twice as long: that all the others have trees again costs many rounds,
+# for their drafts have much to read.
+_FIRST_MANY_S, _LAST_MANY_S = 10.0, 160.0
 _HAS_PAID_AFTER = 16
 
 
@@ -47,6 +51,8 @@ class RoundSamples:
         self._first_patience = np.full(shape, _FIRST_PATIENCE if is_gpu else _FIRST_PATIENCE_CPU)
         self._first_patience[0] = _PLAIN_PATIENCE if is_gpu else _PLAIN_PATIENCE_CPU
         self._patience = self._first_patience.copy()
+        self._first_many_s = _FIRST_MANY_S if is_gpu else _LEAST_PATIENCE_S
+        self._many_s = np.full(shape, self._first_many_s)
         self._is_gpu = is_gpu
         self._forwards_s = forwards_s
         self._took_s = np.full((*shape, _NUM_SAMPLES), np.nan)
@@ -87,6 +93,7 @@ class RoundSamples:
         self._num_rounds[place] += 1
         if self._num_rounds[place] >= _HAS_PAID_AFTER:
             self._patience[place] = self._first_patience[place]
+            self._many_s[place] = self._first_many_s
         self._noted_at_s[place] = now_s
         self._noted_round[place] = self._round
         self._round += 1
@@ -112,17 +119,29 @@ class RoundSamples:
         self._took_s[place] = np.nan
         return True
 
-    def try_again(self, now_s: float, buckets: slice) -> bool:
-        """Forget, of these numbers of trees, which rounds were not tried for many others; return
-        whether there was any.
+    def try_again(
+        self, now_s: float, first: int, last: int, is_plausible: NDArray[np.bool_]
+    ) -> bool:
+        """Forget which rounds were not tried for many others; return whether there was any.
+
+        Args:
+            first: Bucket of the trees that there are.
+            last: Of the requests.
+            is_plausible: By place, what is known of it can be believed.
         """
+        buckets = slice(first, last + 1)
         is_old = self._noted_round < self._round - self._patience
         is_old &= self._noted_at_s < now_s - _LEAST_PATIENCE_S
         is_old &= self._num_rounds > 0
         if not is_old[1:, buckets].any():
             return False
+        is_settled = is_plausible & (self._noted_at_s >= now_s - self._many_s)
+        is_settled[:, : first + 1] = False
+        is_old &= ~is_settled
         is_tried = self._forget(is_old, buckets)
         self._patience[is_tried] = np.minimum(2 * self._patience[is_tried], _LAST_PATIENCE)
+        if self._is_gpu:
+            self._many_s[is_tried] = np.minimum(2 * self._many_s[is_tried], _LAST_MANY_S)
         return bool(is_tried.any())
 
     def _forget(self, is_stale: NDArray[np.bool_], buckets: slice) -> NDArray[np.bool_]:

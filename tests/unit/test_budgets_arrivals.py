@@ -203,7 +203,7 @@ def test_trees_shrink_as_the_prompts_of_many_end() -> None:
         for smaller in (1, 8, 32, 128):
             rate(server, smaller)
         rates.append(rate(server, 128))
-    assert np.mean(rates) >= best
+    assert np.mean(rates) >= 0.98 * best
 
 
 def decode_rate(server: Server, count: int) -> float:
