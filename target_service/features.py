@@ -39,6 +39,8 @@ _MANY_BLOCKS = 8
 # Rows of requests that have rested go out with a step until there are so many, or so many bytes:
 # hosts copy them while others wait for the next step, and a draft reads them in a round or two.
 _WOKEN_ROWS, _WOKEN_BYTES = 1024, 8 << 20
+# That hosts copy so many rows, and a draft reads them, costs what one that is replayed does.
+_KEPT_PER_REPLAYED = 16
 
 
 class FeatureOutlet:
@@ -182,15 +184,19 @@ class FeatureOutlet:
             log.skip_to(log.end)
 
     def num_dropped(self, request: TargetRequest) -> int:
-        """Return how many rows would have to be replayed, at most, if a request rested no more."""
+        """Return how many rows would have to be replayed, at most, if a request rested no more; of
+        many that are kept for its draft, a part.
+        """
         log = request.features
         if log is None:
             return 0
         if log.is_dormant:
             return request.committed_len - (log.next or 0)
-        if log.rested_since is None or self.rested.has_all(log.rested_since):
+        if log.rested_since is None:
             return 0
-        return request.committed_len - log.end
+        num_missed = request.committed_len - log.end
+        is_kept = self.rested.has_all(log.rested_since)
+        return num_missed // _KEPT_PER_REPLAYED if is_kept else num_missed
 
     def wake(self, request: TargetRequest, *, at_once: bool = False) -> None:
         """Send what was held back of a request, in one of the next steps.

@@ -40,10 +40,13 @@ _LEAST_MIXED = 0.01
 # Where more have, requests begin all the time: what they have was decided for fewer of them, and
 # once the prompts have been read, for other rows.
 _MOSTLY_MIXED = 0.3
+# Where nearly all have, trees of requests that would rest beside prompts are kept for what comes
+# after these, unless rounds bring less than such a part of what they would without.
+_ALWAYS_MIXED, _LEAST_BESIDE_PROMPTS = 0.9, 0.9
 # So many rounds without prompts, and none being read, and the next ones have none either.
 _PROMPTS_ENDED_AFTER = 3
 # Rows that a draft has missed and that are gone are computed again if that pays within the time in
-# which every request gets so many tokens.
+# which every request gets so many tokens, or what it has left.
 _PAID_BACK_AFTER = 64
 # A request that rests does so for at least so many rounds: a draft must read what came meanwhile.
 _LEAST_REST = 4
@@ -171,6 +174,7 @@ class TreeBudget:
         fixed: FixedRounds = NOTHING_FIXED,
         *,
         num_dropped: Ints | None = None,
+        num_left: Ints | None = None,
         num_coming: int = 0,
     ) -> None:
         """Decide for requests.
@@ -181,6 +185,7 @@ class TreeBudget:
             fixed: Other requests of the same steps.
             num_dropped: [B], rows to compute again for the draft of one that rests no more; None:
                 there are none.
+            num_left: [B], tokens that each may have yet; None: not known.
             num_coming: Requests whose prompts are being read. If all would rest together with them,
                 none begins to have trees, which would only make these wait.
         Mutates: `rungs`.
@@ -197,7 +202,7 @@ class TreeBudget:
         if deal.limit and num_dropped is not None and num_dropped.any():
             lower_caps = np.where(num_dropped > 0, 0, caps)
             staying = self._deal(slots, lower_caps, fixed)
-            if not self._pays_back(deal, staying, num_dropped):
+            if not self._pays_back(deal, staying, num_dropped, num_left):
                 caps, deal = lower_caps, staying
         self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST
         if not deal.limit:
@@ -232,7 +237,7 @@ class TreeBudget:
 
     def _deal(self, slots: Ints, caps: Ints, fixed: FixedRounds) -> Deal:
         """Return the best deal; a request rests only if that is best beside prompts and without
-        them.
+        them, or if prompts never end and trees bring less than none beside them.
 
         Beside prompts trees bring little more than none, but drafts must keep up to have trees when
         the prompts have been read.
@@ -245,22 +250,30 @@ class TreeBudget:
         if self._coming_mixed < _LEAST_MIXED or deal.rungs.all():
             return deal
         without = self._dealer.choose(options, held, fixed.mixed_per_token, favour=favour)
-        if not deal.limit:
-            return without
         keeps_up = (deal.rungs == 0) & (without.rungs > 0)
         if not keeps_up.any():
-            return deal
+            return deal if deal.limit else without
         rungs = np.where(keeps_up, without.rungs, deal.rungs)
-        if self.costs.rows[rungs].sum() + fixed.num_rows > self.costs.most_rows:
+        tokens_per_s = self._dealer.tokens_per_s(classes, rungs, mixed)
+        loses = tokens_per_s < _LEAST_BESIDE_PROMPTS * deal.tokens_per_s
+        if loses and self._coming_mixed > _ALWAYS_MIXED:
+            return deal
+        is_too_large = self.costs.rows[rungs].sum() + fixed.num_rows > self.costs.most_rows
+        if is_too_large or not deal.limit:
             return without
-        return Deal(rungs, int(rungs.max()), self._dealer.tokens_per_s(classes, rungs, mixed))
+        return Deal(rungs, int(rungs.max()), tokens_per_s)
 
-    def _pays_back(self, deal: Deal, staying: Deal, num_dropped: Ints) -> bool:
+    def _pays_back(
+        self, deal: Deal, staying: Deal, num_dropped: Ints, num_left: Ints | None
+    ) -> bool:
         """Return whether a deal brings so much more than one in which nobody's rows are computed
         again, that within some rounds it makes up for that.
         """
         lost_s = self.costs.marginal_s(float(num_dropped[deal.rungs > 0].sum()))
-        rounds_s = _PAID_BACK_AFTER * len(deal.rungs) / staying.tokens_per_s
+        num_tokens = float(_PAID_BACK_AFTER)
+        if num_left is not None:
+            num_tokens = float(np.minimum(num_left, _PAID_BACK_AFTER).mean())
+        rounds_s = num_tokens * len(deal.rungs) / staying.tokens_per_s
         return deal.tokens_per_s * rounds_s >= staying.tokens_per_s * (rounds_s + lost_s)
 
     def _held(self, slots: Ints) -> tuple[Ints, float]:

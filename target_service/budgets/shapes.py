@@ -105,7 +105,8 @@ class BudgetedShapes(TreeShapes):
 
     Args:
         requests: Of the engine.
-        num_dropped: Rows that a request which rests would have to compute again for its draft.
+        num_dropped: Rows that a request which rests would have to compute again for its draft, or
+            what others cost in such rows.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class BudgetedShapes(TreeShapes):
             self._budget.begin(slot)
 
     def _decide(self) -> None:
-        slots, caps, dropped, fixed = [], [], [], []
+        slots, caps, dropped, left, fixed = [], [], [], [], []
         num_others, num_coming = 0, 0
         for request in self._requests.values():
             if request.phase is not Phase.RUNNING:
@@ -251,6 +252,7 @@ class BudgetedShapes(TreeShapes):
                 slots.append(request.req_idx)
                 caps.append(num_rungs_within(credit.shape))
                 dropped.append(self._num_dropped(request))
+                left.append(request.token_limit - len(request.tokens))
             else:
                 fixed.append(credit.shape)
         places = np.array(slots, dtype=np.int64)
@@ -260,6 +262,7 @@ class BudgetedShapes(TreeShapes):
             np.array(caps, dtype=np.int64),
             fixed_rounds,
             num_dropped=np.array(dropped, dtype=np.int64),
+            num_left=np.array(left, dtype=np.int64),
             num_coming=num_coming,
         )
         for slot, rung in zip(slots, self._budget.rungs[places].tolist(), strict=True):

@@ -63,6 +63,8 @@ def request(
     return SimpleNamespace(
         req_idx=slot,
         round_idx=0,
+        tokens=[1],
+        token_limit=99,
         phase=Phase.RUNNING,
         draft=draft,
         peer_trees=credit,

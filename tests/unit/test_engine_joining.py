@@ -115,7 +115,9 @@ def test_a_newcomer_has_a_token_with_every_step_until_its_draft_grows_trees(
     run(pair, requests)
     check(requests, expected)
     assert missed(steps, requests[0]) == 0
-    device_rounds = [idx for request_id, idx in pair.device_trees if request_id == requests[0].request_id]
+    device_rounds = [
+        idx for request_id, idx in pair.device_trees if request_id == requests[0].request_id
+    ]
     assert device_rounds and device_rounds == list(range(device_rounds[0], device_rounds[-1] + 1))
     assert device_rounds[0] <= 6, "it takes the draft a few steps to come"
     assert pair.num_overlapped > 0
