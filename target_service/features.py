@@ -254,7 +254,7 @@ class FeatureOutlet:
         if log.rested_since is None:
             return
         for position, rows in self.rested.of(request.req_idx, log.rested_since):
-            log.append_rested(position, rows)
+            log.append_rested(position, rows.copy())
         if log.end < request.committed_len:  # too long ago: the rest is replayed
             log.skip_to(request.committed_len)
         log.rested_since = None

@@ -3,6 +3,9 @@
 While a request rests nobody reads its rows, and it may end before anybody does. So the rows of a
 step are kept as one block, whatever the number of requests. Those of one request are looked for
 when trees are wanted of it again; what is no longer there then is replayed.
+
+Blocks lie one behind the other in memory that stays, and is touched only as it is used: memory of
+their own, that is given back and taken again with each step, took 2 ms of a step of 256 requests.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ FeatureRows = NDArray[np.uint8]
 """[.., row_bytes]"""
 
 MAX_RESTED_BYTES = 512 << 20
-"""Of all rows that are kept; the oldest steps go first."""
+"""Of the memory for rows that are kept; the oldest steps go first."""
 
 
 class RestedPath(NamedTuple):
@@ -43,13 +46,16 @@ class _Step(NamedTuple):
 
     Args:
         slots, positions, ends: [B], no slot twice; the rows of path i end before rows[ends[i]].
-        rows: [n, row_bytes].
+        rows: [n, row_bytes], in the memory for all steps.
+        begin, stop: Bytes of that.
     """
 
     slots: NDArray[np.int64]
     positions: NDArray[np.int64]
     ends: NDArray[np.int64]
     rows: FeatureRows
+    begin: int
+    stop: int
 
 
 class RestedRows:
@@ -62,7 +68,7 @@ class RestedRows:
     def __init__(self, max_bytes: int = MAX_RESTED_BYTES) -> None:
         self.end = 0
         self._max_bytes = max_bytes
-        self._num_bytes = 0
+        self._memory: NDArray[np.uint8] | None = None
         self._steps: deque[_Step] = deque()  # the last one is that before `end`
 
     def append(self, paths: Sequence[RestedPath], features: FeatureRows) -> None:
@@ -73,25 +79,33 @@ class RestedRows:
         """
         row, slots, positions, counts = np.array(paths, dtype=np.int64).T
         ends = counts.cumsum()
-        if len(paths) == len(features) and features.shape[1] == 1:
-            rows = features[:, 0].copy()
-        else:
-            node = np.arange(ends[-1]) - (ends - counts).repeat(counts)
-            rows = features[row.repeat(counts), node]
-        self._steps.append(_Step(slots, positions, ends, rows))
-        self._num_bytes += rows.nbytes
+        num_rows, row_bytes = int(ends[-1]), features.shape[2]
+        num_bytes = num_rows * row_bytes
         self.end += 1
-        while self._num_bytes > self._max_bytes:
-            self._drop_first()
+        if num_bytes > self._max_bytes:
+            self._steps.clear()
+            return
+        if self._memory is None:
+            self._memory = np.empty(self._max_bytes, dtype=np.uint8)
+        begin = self._make_room(num_bytes)
+        stop = begin + num_bytes
+        rows = self._memory[begin:stop].reshape(num_rows, row_bytes)
+        if len(paths) == len(features) and features.shape[1] == 1:
+            rows[:] = features[:, 0]
+        else:
+            node = np.arange(num_rows) - (ends - counts).repeat(counts)
+            places = row.repeat(counts) * features.shape[1] + node
+            np.take(features.reshape(-1, row_bytes), places, axis=0, out=rows, mode="clip")
+        self._steps.append(_Step(slots, positions, ends, rows, begin, stop))
 
     def drop_before(self, step: int) -> None:
         """Drop steps that no request needs."""
         while self._steps and self._first < step:
-            self._drop_first()
+            self._steps.popleft()
 
     def of(self, slot: int, since: int) -> Iterator[tuple[int, FeatureRows]]:
         """Yield (position, rows [n, row_bytes]) of the request that holds a slot, as far as they
-        are there.
+        are there; copy what outlives the next step.
 
         Args:
             since: The step with which it began to rest.
@@ -115,5 +129,14 @@ class RestedRows:
         """Return the number of the oldest step."""
         return self.end - len(self._steps)
 
-    def _drop_first(self) -> None:
-        self._num_bytes -= self._steps.popleft().rows.nbytes
+    def _make_room(self, num_bytes: int) -> int:
+        """Return where so many bytes begin that no step has; the oldest ones make room."""
+        begin = self._steps[-1].stop if self._steps else 0
+        if begin + num_bytes > self._max_bytes:
+            while self._steps and self._steps[0].begin >= begin:  # the rest of the memory
+                self._steps.popleft()
+            begin = 0
+        stop = begin + num_bytes
+        while self._steps and begin <= self._steps[0].begin < stop:
+            self._steps.popleft()
+        return begin

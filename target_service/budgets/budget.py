@@ -108,7 +108,7 @@ class TreeBudget:
         """Of each slot, as decided last; 0: the root alone."""
         self.is_hopeless = np.zeros(num_slots, dtype=bool)
         """Of each slot: all rest, and nothing is expected of this one's trees with fewer others
-        either.
+        either, or all would rest with half as many.
         """
         self._clock = clock
         self._rung_of_size = _rung_of_size(costs.rows)
@@ -219,9 +219,11 @@ class TreeBudget:
             self._rests_until[begins_rest] = self._round + rest
         self.rungs[slots] = rungs
         self._is_new[slots] = False
-        self.is_hopeless[slots] = not deal.limit and self._are_hopeless(slots)
+        self.is_hopeless[slots] = not deal.limit and self._are_hopeless(slots, num_coming)
 
-    def _are_hopeless(self, slots: Ints) -> NDArray[np.bool_]:
+    def _are_hopeless(self, slots: Ints, num_coming: int) -> NDArray[np.bool_] | bool:
+        if len(slots) > 1 and self.would_rest((len(slots) + num_coming) // 2):
+            return True
         return self.acceptance.classes(slots) <= LAST_HOPELESS_CLASS
 
     def _caps_of_rests(self, slots: Ints, caps: Ints, num_fixed: int, num_coming: int) -> Ints:

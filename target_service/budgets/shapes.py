@@ -20,6 +20,8 @@ _FIXED_ACCEPTED = 0.5
 # Rounds say what trees take, unless one draft in so many has to catch up; and those without trees
 # what plain rounds take, unless one request in so many would have one but for this round.
 _UNLIKE_SHARE = 8
+# .. or did in the last few rounds: its draft may still be busy with what it has read.
+_SETTLING_ROUNDS = 4
 
 
 class TreeShapes:
@@ -126,6 +128,7 @@ class BudgetedShapes(TreeShapes):
         self._shapes: list[tuple[PeerTrees, TreeShape | None] | None] = [None] * len(budget.rungs)
         self._noted: _NotedStep | None = None
         self._wanted_before: list[int | None] | None = None  # the step's orders
+        self._num_settling = 0  # rounds to come that say nothing of costs
 
     def begin(self, request: TargetRequest) -> bool:
         if request.req_idx >= 0:
@@ -198,6 +201,8 @@ class BudgetedShapes(TreeShapes):
             num_unlike = noted.num_asked
         else:
             num_unlike = sum([not _does_without(requests[r.row], r.progress) for r in rounds])
+        is_settled = num_unlike * _UNLIKE_SHARE <= noted.num_running
+        self._num_settling = max(self._num_settling - 1, 0) if is_settled else _SETTLING_ROUNDS
         columns = [
             (
                 slots[r.row],
@@ -220,7 +225,7 @@ class BudgetedShapes(TreeShapes):
                 num_requests=noted.num_running,
                 waited_rungs=waited_rungs,
                 has_prompts=not noted.is_clean,
-                is_clean=noted.is_clean and num_unlike * _UNLIKE_SHARE <= noted.num_running,
+                is_clean=noted.is_clean and is_settled and not self._num_settling,
             ),
             num_steps=num_steps,
         )
