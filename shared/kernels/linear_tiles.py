@@ -127,7 +127,8 @@ def choose_fp8_row_tiles(num_rows: int, shape: tuple[int, int], *, by_block: boo
     if num_rows <= 32:
         block_t = 16 if num_rows <= 16 else 32
         if not by_block and split_width(width_k, num_splits(*shape, has_fp8_rows=True)) % 256 == 0:
-            return Tiles(64, block_t, 256, 4, 4)
+            # Of few rows a fourth stage leaves room for two programs where there would be three.
+            return Tiles(64, block_t, 256, 4, 3 if num_rows <= 16 else 4)
         return Tiles(64, block_t, 128, 4, 3 if by_block and num_rows <= 16 else 4)
     if num_rows <= 64:
         return Tiles(64, 64, 128, 4, 5)

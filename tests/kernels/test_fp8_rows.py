@@ -218,3 +218,14 @@ def test_no_tile_is_longer_than_what_it_is_to_hold(
         assert not by_block or tiles.block_k == SCALE_BLOCK
     tiles = linear_swiglu_tiles(num_rows, by_block=True)
     assert tiles.block_k == SCALE_BLOCK
+
+
+@pytest.mark.parametrize(("num_rows", "stages"), [(1, 3), (16, 3), (17, 4), (32, 4)])
+def test_long_tiles_of_few_rows_leave_room_for_three_programs(num_rows: int, stages: int) -> None:
+    """.. and blocks with scales of their own keep what they have."""
+    block_t = 16 if num_rows <= 16 else 32
+    for shape in ((6144, 4096), (4096, 4096), (4096, 14336)):
+        tiles = linear_tiles.choose_fp8_row_tiles(num_rows, shape, by_block=False)
+        assert tiles == (64, block_t, 256, 4, stages)
+        by_block = linear_tiles.choose_fp8_row_tiles(num_rows, shape, by_block=True)
+        assert by_block == (64, block_t, SCALE_BLOCK, 4, stages)
