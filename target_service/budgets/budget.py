@@ -40,9 +40,6 @@ _LEAST_MIXED = 0.01
 # Where more have, requests begin all the time: what they have was decided for fewer of them, and
 # once the prompts have been read, for other rows.
 _MOSTLY_MIXED = 0.3
-# Where nearly all have, trees of requests that would rest beside prompts are kept for what comes
-# after these, unless rounds bring less than such a part of what they would without.
-_ALWAYS_MIXED, _LEAST_BESIDE_PROMPTS = 0.9, 0.9
 # So many rounds without prompts, and none being read, and the next ones have none either.
 _PROMPTS_ENDED_AFTER = 3
 # Rows that a draft has missed and that are gone are computed again if that pays within the time in
@@ -108,7 +105,7 @@ class TreeBudget:
         """Of each slot, as decided last; 0: the root alone."""
         self.is_hopeless = np.zeros(num_slots, dtype=bool)
         """Of each slot: all rest, and nothing is expected of this one's trees with fewer others
-        either, or all would rest with half as many.
+        either.
         """
         self._clock = clock
         self._rung_of_size = _rung_of_size(costs.rows)
@@ -219,11 +216,9 @@ class TreeBudget:
             self._rests_until[begins_rest] = self._round + rest
         self.rungs[slots] = rungs
         self._is_new[slots] = False
-        self.is_hopeless[slots] = not deal.limit and self._are_hopeless(slots, num_coming)
+        self.is_hopeless[slots] = not deal.limit and self._are_hopeless(slots)
 
-    def _are_hopeless(self, slots: Ints, num_coming: int) -> NDArray[np.bool_] | bool:
-        if len(slots) > 1 and self.would_rest((len(slots) + num_coming) // 2):
-            return True
+    def _are_hopeless(self, slots: Ints) -> NDArray[np.bool_]:
         return self.acceptance.classes(slots) <= LAST_HOPELESS_CLASS
 
     def _caps_of_rests(self, slots: Ints, caps: Ints, num_fixed: int, num_coming: int) -> Ints:
@@ -239,7 +234,7 @@ class TreeBudget:
 
     def _deal(self, slots: Ints, caps: Ints, fixed: FixedRounds) -> Deal:
         """Return the best deal; a request rests only if that is best beside prompts and without
-        them, or if prompts never end and trees bring less than none beside them.
+        them.
 
         Beside prompts trees bring little more than none, but drafts must keep up to have trees when
         the prompts have been read.
@@ -252,18 +247,15 @@ class TreeBudget:
         if self._coming_mixed < _LEAST_MIXED or deal.rungs.all():
             return deal
         without = self._dealer.choose(options, held, fixed.mixed_per_token, favour=favour)
+        if not deal.limit:
+            return without
         keeps_up = (deal.rungs == 0) & (without.rungs > 0)
         if not keeps_up.any():
-            return deal if deal.limit else without
-        rungs = np.where(keeps_up, without.rungs, deal.rungs)
-        tokens_per_s = self._dealer.tokens_per_s(classes, rungs, mixed)
-        loses = tokens_per_s < _LEAST_BESIDE_PROMPTS * deal.tokens_per_s
-        if loses and self._coming_mixed > _ALWAYS_MIXED:
             return deal
-        is_too_large = self.costs.rows[rungs].sum() + fixed.num_rows > self.costs.most_rows
-        if is_too_large or not deal.limit:
+        rungs = np.where(keeps_up, without.rungs, deal.rungs)
+        if self.costs.rows[rungs].sum() + fixed.num_rows > self.costs.most_rows:
             return without
-        return Deal(rungs, int(rungs.max()), tokens_per_s)
+        return Deal(rungs, int(rungs.max()), self._dealer.tokens_per_s(classes, rungs, mixed))
 
     def _pays_back(
         self, deal: Deal, staying: Deal, num_dropped: Ints, num_left: Ints | None
