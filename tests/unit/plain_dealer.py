@@ -61,7 +61,9 @@ class PlainDealer:
             num_trees=int(np.count_nonzero(rungs)) + fixed.num_trees,
         )
         seconds = costs.round_s(kind) + costs.delay_s(kind.rung, kind.num_trees)
-        saved_s = costs.forward_s(kind.num_rows) - costs.marginal_s(kind.num_rows)
+        saved_s = costs.forward_s(kind.num_rows) - costs.beside_prompts_s(
+            kind.num_rows, kind.num_requests
+        )
         rate = tokens / (seconds - min(1.0, fixed.mixed_per_token * tokens) * saved_s)
         return Deal(rungs, limit, rate)
 
@@ -106,7 +108,7 @@ class PlainDealer:
                     num_trees=num_trees,
                 )
                 forward_s = costs.forward_s(kind.num_rows)
-                saved_s = forward_s - costs.marginal_s(kind.num_rows)
+                saved_s = forward_s - costs.beside_prompts_s(kind.num_rows, kind.num_requests)
                 seconds = costs.round_s(kind) + costs.delay_s(kind.rung, num_trees)
                 seconds -= min(1.0, fixed.mixed_per_token * tokens) * saved_s
                 scores.append(tokens / seconds)

@@ -305,3 +305,21 @@ def test_what_was_noted_of_a_slots_last_request_says_nothing_of_the_next() -> No
     assert budget.slots == [0]
     assert budget.num_begun == num_begun
     assert shapes.of(comes, comes.draft.credit) == shape
+
+
+@pytest.mark.parametrize("num_asked", [1, 8])
+def test_rounds_after_many_drafts_have_caught_up_say_nothing_of_costs(num_asked: int) -> None:
+    """Their drafts may still be busy; one of sixteen does not matter."""
+    requests = [request(slot, Progress.CAUGHT_UP) for slot in range(16)]
+    budget = budget_of(16)
+    shapes = BudgetedShapes({str(one.req_idx): one for one in requests}, budget)
+    for one in requests[:num_asked]:
+        one.draft.progress = Progress.ASKED
+    is_clean = []
+    for _ in range(7):
+        note(shapes, requests, [4] * 16, num_on_device=16)
+        shapes.learn()
+        is_clean.append(budget.times.is_clean)
+        for one in requests:
+            one.draft.progress = Progress.CAUGHT_UP
+    assert is_clean == ([True] * 7 if num_asked == 1 else [False] * 4 + [True] * 3)

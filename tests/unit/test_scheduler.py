@@ -372,6 +372,17 @@ def test_the_longer_a_prompt_waits_the_longer_a_step_may_take() -> None:
     assert rows == [127, 255, 255, 255]
 
 
+@pytest.mark.parametrize(("num_prompts", "is_longer"), [(6, False), (60, True)])
+def test_a_step_is_longer_the_longer_all_prompts_will_wait(
+    num_prompts: int, *, is_longer: bool
+) -> None:
+    """Those that are read within 0.1 s make nobody wait twice as long; many are read faster."""
+    costs = StepCosts([1, 128, 256, 512, 1024], [4e-3, 5e-3, 7e-3, 12e-3, 21e-3])
+    budget = PromptBudget(costs, clock=lambda: 100.0)
+    num_rows = budget.num_rows(4, 256 * num_prompts, 100.0, is_crowded=True)
+    assert (costs.of(4 + num_rows) > 2 * costs.of(4)) == is_longer
+
+
 def test_what_a_round_takes_beside_its_forward_leaves_room_for_prompts() -> None:
     """Waiting for trees counts in the time from token to token, with prompts and without."""
     now = 0.0
