@@ -52,7 +52,7 @@ def request(
         progress: None: no draft is attached.
     """
     credit = PeerTrees(shape=shape, draft_epoch=1, adapts=adapts)
-    draft = None
+    draft: Any = None
     if progress is not None:
         draft = SimpleNamespace(
             credit=credit,

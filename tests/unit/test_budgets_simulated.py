@@ -529,15 +529,11 @@ def test_trees_of_many_are_not_tried_after_every_probe() -> None:
     """
     world = SlowerWorld(np.full(256, 0.62))
     budget = budget_of(world)
-    num_tried = []
     for _ in range(4):
         adaptive_rate(world, num_rounds=250, budget=budget)
-        num_tried.append(0)
         for _ in range(30):
-            before = np.count_nonzero(budget.rungs)
             adaptive_rate(world, num_rounds=8, budget=budget, is_new=False)
-            num_tried[-1] += before < 64 <= np.count_nonzero(budget.rungs)
-    assert not any(num_tried)
+            assert np.count_nonzero(budget.rungs) < 64
 
 
 @pytest.mark.parametrize("kind", ["hard", "mixed"])

@@ -23,7 +23,8 @@ PENALISED = SamplingParams(repetition_penalty=1.2)
 def record_steps(target: TargetEngine) -> list[set[str]]:
     """Return who is sampled in each step of a target, which grows as it steps."""
     steps: list[set[str]] = []
-    launch = target.pipeline.launch
+    pipeline: Any = target.pipeline
+    launch = pipeline.launch
 
     def launch_and_record(*args: Any) -> Any:
         launched = launch(*args)
@@ -32,7 +33,7 @@ def record_steps(target: TargetEngine) -> list[set[str]]:
             steps.append({r.request_id for r in trees.requests} if trees is not None else set())
         return launched
 
-    target.pipeline.launch = launch_and_record  # type: ignore[method-assign]
+    pipeline.launch = launch_and_record
     return steps
 
 
