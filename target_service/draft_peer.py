@@ -31,9 +31,9 @@ class MailboxUse:
         launched_round: Last round that was launched before its tree was here, to come to this slot.
         num_late: Times that the device waited in vain for a tree, less the times that it did not.
         resumes_at: First round whose tree may be ordered through the mailbox again.
-        paths_from: First round that was not launched when the draft began to join: its path, and
-            those after it, are posted.
-        joins_until: Round before which the draft has joined, or rounds wait for its trees.
+        paths_from: Of a draft that joins, the first round whose path is posted: earlier ones were
+            launched before it had tags.
+        joins_until: Of a draft that has not joined by then, the first round that waits for its host.
         shares_gpu: The draft's device is the target's: streams wait, no kernel does.
     """
 

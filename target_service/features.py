@@ -195,6 +195,8 @@ class FeatureOutlet:
         if log.rested_since is None:
             return 0
         num_missed = request.committed_len - log.end
+        if log.next is not None and log.next < log.start:  # these are gone as well
+            return request.committed_len - log.next
         is_kept = self.rested.has_all(log.rested_since)
         return num_missed // _KEPT_PER_REPLAYED if is_kept else num_missed
 

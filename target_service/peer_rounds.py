@@ -151,7 +151,7 @@ class PeerRounds(TreeSource):
                     _put_order(request, peer, shape)
                     self.window.ordered(request.request_id, shape.num_draft_tokens)
             case Progress.JOINING if not self._goes_on_joining(request, peer):
-                peer.progress = Progress.CAUGHT_UP
+                _has_caught_up(request, peer)
             case Progress.JOINING if shape and peer.num_tokens_sent < len(request.tokens):
                 _put_order(request, peer, shape)  # for its tokens: the tree will be late
             case Progress.BEHIND | Progress.RESTING if shape is not None:
@@ -241,8 +241,7 @@ class PeerRounds(TreeSource):
             peer.num_tokens_sent += len(path.token_ids)
             peer.ordered_ns = ordered_ns
             if peer.progress is Progress.JOINING:
-                peer.progress = Progress.CAUGHT_UP
-                peer.waits_from = request.round_idx + request.num_in_flight + 1
+                _has_caught_up(request, peer)
             if request.num_in_flight == 1:  # else the next round is launched already
                 self.window.ordered(request.request_id, shape.num_draft_tokens)
 
@@ -383,6 +382,12 @@ class PeerRounds(TreeSource):
     def _queue(self, request: TargetRequest, queued: QueuedRound) -> None:
         request.queued = queued
         request.queue_idx = next(self._state.turns)
+
+
+def _has_caught_up(request: TargetRequest, peer: DraftPeer) -> None:
+    """Let the rounds that are not launched yet wait for trees."""
+    peer.progress = Progress.CAUGHT_UP
+    peer.waits_from = request.round_idx + request.num_in_flight + 1
 
 
 def _entry(

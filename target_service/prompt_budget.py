@@ -103,8 +103,9 @@ class PromptBudget:
         size, speed = self._fastest(
             num_decoding_rows, num_waiting_rows, limit_s, is_crowded=is_crowded
         )
-        if is_crowded and num_decoding_rows and speed:
-            waits_s += num_waiting_rows / speed
+        if is_crowded and num_decoding_rows:
+            least_s = self._costs.of(num_decoding_rows + _LEAST_ROWS) + self._beside_s
+            waits_s += num_waiting_rows / (speed or _LEAST_ROWS / least_s)
             limit_s = self._limit_s(num_decoding_rows, waits_s, is_crowded=True)
             size, _ = self._fastest(num_decoding_rows, num_waiting_rows, limit_s, is_crowded=True)
         return max(size - num_decoding_rows, _LEAST_ROWS)

@@ -142,12 +142,16 @@ class StreamWaits:
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="stream-waits", daemon=True)
             self._thread.start()
+        begin = 0
         try:
             for begin in range(0, len(operations), _MOST_AT_ONCE):
                 self._submit(operations[begin : begin + _MOST_AT_ONCE])
         except OSError:
             with self._changed:
-                self._waiting.remove(waiting)
+                if begin:  # the stream has some of the waits already
+                    _post(waiting.words, waiting.slots, waiting.values, self._nothing)
+                else:
+                    self._waiting.remove(waiting)
             raise
 
     def end(self, words: torch.Tensor, slot: int, round_tag: int) -> None:

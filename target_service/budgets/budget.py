@@ -57,8 +57,10 @@ _PROBE_RUNG = 3
 _PROBE_ROUNDS = 3
 _PROBE_PATIENCE = 64
 _MOST_PROBED = 4
-# .. and the part of the time that may go into rows that are computed again for them.
+# .. and the part of the time that may go into rows that are computed again for them; more after so
+# many seconds without a try, for what a request alone has missed grows with that time.
 _MOST_REPLAYED, _PUT_OFF_ROUNDS = 0.004, 16
+_LONG_UNTRIED_S, _MOST_REPLAYED_THEN = 30.0, 0.01
 _MANY_ROWS = 1 << 40
 # Decisions for which it is remembered whether so many requests would all rest.
 _FORECAST_DECISIONS = 16
@@ -460,7 +462,9 @@ class _Probe:
         """
         if self._paid_at_s is None:
             self._paid_at_s = now_s
-        if lost_s > _MOST_REPLAYED * (now_s - self._paid_at_s):
+        since_s = now_s - self._paid_at_s
+        share = _MOST_REPLAYED if since_s < _LONG_UNTRIED_S else _MOST_REPLAYED_THEN
+        if lost_s > share * since_s:
             self._begins = now + _PUT_OFF_ROUNDS
             return False
         self._paid_at_s = now_s

@@ -39,9 +39,9 @@ _FIRST_GROWTH_PER_STEP = 0.037
 _DOUBLING_ROWS = 48
 _FIRST_TREES_CPU, _FIRST_ROW_CPU = 0.76, 0.04
 
-# What a row of a tree costs a GPU beside prompts, by what one of a prompt does: it is sampled, waits
-# for its draft, and that reads prompts as well. Steps with the prompts of 128 and 256 requests took
-# an H200 1.5 and 2.3 times as much longer with trees as their rows alone say.
+# What a row of a tree costs a GPU beside prompts, by what one of a prompt does: it is sampled and
+# waits for its draft, which reads prompts as well. Steps with the prompts of 128 and 256 requests
+# took an H200 1.5 and 2.3 times as much longer with trees as their rows alone say.
 _BESIDE_PROMPTS = 1.5
 
 # Of the same, what a GPU takes beside the forward for a request, until that was measured.

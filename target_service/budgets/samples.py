@@ -140,9 +140,11 @@ class RoundSamples:
         is_old &= ~is_settled
         is_tried = self._forget(is_old, buckets)
         self._patience[is_tried] = np.minimum(2 * self._patience[is_tried], _LAST_PATIENCE)
+        has_any = bool(is_tried.any())
         if self._is_gpu:
+            is_tried[:, : first + 1] = False  # of no more trees than there are
             self._many_s[is_tried] = np.minimum(2 * self._many_s[is_tried], _LAST_MANY_S)
-        return bool(is_tried.any())
+        return has_any
 
     def _forget(self, is_stale: NDArray[np.bool_], buckets: slice) -> NDArray[np.bool_]:
         is_meant = np.zeros_like(is_stale)

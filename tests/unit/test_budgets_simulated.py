@@ -489,6 +489,18 @@ def rate_without_rows(
     return tokens / (world.now_s - began_s)
 
 
+def test_a_long_text_alone_is_tried_again_though_none_of_its_rows_are_kept() -> None:
+    """Within a minute: what it has missed grows as fast as what a try may take."""
+    world = World(np.zeros(1))
+    budget = budget_of(world)
+    adaptive_rate(world, num_rounds=300, budget=budget)
+    assert budget.is_hopeless[0]
+    began_s, num_before = world.now_s, world.num_with_trees
+    while world.num_with_trees == num_before and world.now_s < began_s + 60:
+        rate_without_rows(world, budget, 10_000, num_prompt=300, num_new=100_000)
+    assert world.num_with_trees > num_before
+
+
 @pytest.mark.parametrize("num_prompt", [100, 2000])
 @pytest.mark.parametrize("count", [1, 32, *exhaustive([8, 128])])
 def test_rows_that_nobody_keeps_are_computed_again_seldom(count: int, num_prompt: int) -> None:

@@ -120,6 +120,21 @@ def test_a_wait_that_cuda_refuses_says_so_beside_others() -> None:
     assert waits.end_overdue() == pytest.approx(PATIENCE_S), "the first one still lasts"
 
 
+def test_what_the_stream_has_of_a_wait_that_cuda_refuses_is_ended() -> None:
+    words, stream = torch.zeros(300, 8, dtype=torch.int64), Stream()
+    waits = StreamWaits(PATIENCE_S, small=NO_TREE, device=CPU, submit=stream, clock=Clock())
+
+    def refuse_more(operations: NDArray[Any]) -> None:
+        if stream.parts:
+            raise OSError("CUDA lets no stream wait")
+        stream(operations)
+
+    waits._submit = refuse_more
+    with pytest.raises(OSError, match="CUDA lets no stream wait"):
+        waits.wait(words[:, 0], range(300), [2] * 300)
+    assert len(stream.waits) > 200 and all(is_over(wait, words) for wait in stream.waits)
+
+
 @pytest.mark.parametrize("small", [NO_TREE, NO_PATH])
 def test_what_lasts_too_long_is_ended_by_a_word_that_says_nothing(small: int) -> None:
     clock, words, stream = Clock(), torch.zeros(3, 8, dtype=torch.int64), Stream()
