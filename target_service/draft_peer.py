@@ -33,7 +33,7 @@ class MailboxUse:
         resumes_at: First round whose tree may be ordered through the mailbox again.
         paths_from: Of a draft that joins, the first round whose path is posted: earlier ones were
             launched before it had tags.
-        joins_until: Of a draft that has not joined by then, the first round that waits for its host.
+        joins_until: Of one that has not joined by then, the first round that waits for its host.
         shares_gpu: The draft's device is the target's: streams wait, no kernel does.
     """
 
