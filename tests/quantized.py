@@ -11,6 +11,7 @@ import torch
 from tests.checkpoints import Tensors, edit_checkpoint
 
 SIDE = 128
+HEAD = "lm_head.weight"
 BLOCK_CONFIG = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -37,17 +38,26 @@ def is_quantized(name: str) -> bool:
     return name.endswith(ends) and not name.endswith("eh_proj.weight")
 
 
-def write_fp8(source: Path, directory: Path, form: str, *, kept: tuple[str, ...] = ()) -> Path:
+def write_fp8(
+    source: Path,
+    directory: Path,
+    form: str,
+    *,
+    kept: tuple[str, ...] = (),
+    has_fp8_head: bool = False,
+) -> Path:
     """Write a checkpoint as its publisher would in FP8: values, and scales beside them.
 
     Args:
         form: "block": DeepSeek's format; "channel", "tensor": compressed-tensors.
         kept: Projections that stay as they are.
+        has_fp8_head: The output layer is in FP8 as well.
     """
     shutil.copytree(source, directory)
 
     def edit(tensors: Tensors) -> None:
-        for name in [name for name in tensors if is_quantized(name)]:
+        heads = [HEAD] if has_fp8_head else []
+        for name in [*filter(is_quantized, tensors), *heads]:
             if name.split(".")[-2] in kept:
                 continue
             scales = scales_of(tensors[name], form)
@@ -60,6 +70,8 @@ def write_fp8(source: Path, directory: Path, form: str, *, kept: tuple[str, ...]
                 tensors[name.replace(".weight", ".input_scale")] = torch.ones(1)
 
     config = BLOCK_CONFIG if form == "block" else compressed_config(form)
+    if has_fp8_head:
+        config = config | {"ignore": []}
     return edit_checkpoint(
         directory, tensors=edit, config=lambda c: c.update(quantization_config=config)
     )
@@ -81,17 +93,25 @@ def write_dequantized(quantized: Path, directory: Path) -> Path:
     )
 
 
-def write_rounded(source: Path, directory: Path) -> Path:
-    """Write a checkpoint whose projections have the values that `--quantization fp8` makes."""
+def write_rounded(source: Path, directory: Path, *, has_fp8_head: bool = False) -> Path:
+    """Write a checkpoint whose projections have the values that `--quantization fp8` makes.
+
+    Args:
+        has_fp8_head: So has its output layer, which is no longer tied to its embedding.
+    """
     shutil.copytree(source, directory)
 
     def edit(tensors: Tensors) -> None:
-        for name in [name for name in tensors if is_quantized(name)]:
+        if has_fp8_head:
+            tensors.setdefault(HEAD, tensors["model.embed_tokens.weight"].clone())
+        heads = [HEAD] if has_fp8_head else []
+        for name in [*filter(is_quantized, tensors), *heads]:
             scales = scales_of(tensors[name], "channel")
             values = (tensors[name] / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
             tensors[name] = values.float() * scales
 
-    return edit_checkpoint(directory, tensors=edit)
+    untied = {"tie_word_embeddings": False} if has_fp8_head else {}
+    return edit_checkpoint(directory, tensors=edit, config=lambda c: c.update(untied))
 
 
 def scales_of(weight: torch.Tensor, form: str) -> torch.Tensor:

@@ -256,14 +256,15 @@ class CheckpointReader:
         """Return the weight of a linear layer, ready to be multiplied by; see `load`."""
         return self.products.weight(self.load(name, shape))
 
-    def output_layer(self, weight: torch.Tensor) -> Weight:
+    def output_layer(self, weight: torch.Tensor | QuantizedWeight) -> Weight:
         """Return the output layer of a draft, [V, h], ready to be multiplied by.
 
         Raises: CheckpointError if it is to become FP8, and holds no numbers.
         """
-        from shared.kernels.quantized import quantize
+        from shared.kernels.quantized import QuantizedWeight, quantize
 
-        if self._quantization not in (FP8, FP8_OUTPUT):
+        becomes_fp8 = self._quantization in (FP8, FP8_OUTPUT)
+        if isinstance(weight, QuantizedWeight) or not becomes_fp8:
             return self.products.weight(weight)
         quantized = quantize(weight, has_fp8_rows=True)
         if not quantized.is_finite():
@@ -499,7 +500,8 @@ class CheckpointReader:
         if info.dtype not in FLOAT_DTYPES:
             raise CheckpointError(
                 f"{self.directory}: tensor {info.name!r} is {info.dtype}; it must be one of "
-                f"{', '.join(sorted(FLOAT_DTYPES))}: only projections of layers may be FP8 or int4"
+                f"{', '.join(sorted(FLOAT_DTYPES))}: only projections of layers and the output "
+                "layer may be FP8"
             )
         return info
 

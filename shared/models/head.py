@@ -9,6 +9,7 @@ import torch
 from shared.kernels.embedding import embed
 from shared.kernels.linear import linear
 from shared.kernels.products_cpu import Weight
+from shared.kernels.quantized import QuantizedWeight
 from shared.messages import FeatureSpec
 from shared.models.attention import RopeTable
 from shared.models.config import ModelConfig
@@ -80,10 +81,13 @@ def read_target_embedding(
 
 
 def read_target_head(target_dir: Path, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Read the target's output layer, with the scaling of its logits, and nothing else. [V, h]."""
+    """Read the target's output layer, dequantised, with the scaling of its logits, and nothing
+    else. [V, h]."""
     config = ModelConfig.from_checkpoint(target_dir)
     with open_language_model(target_dir, device, dtype) as reader:
         head = load_head(reader, config)
+    if isinstance(head, QuantizedWeight):
+        head = head.dequantized().to(dtype)
     return head if config.logits_scaling == 1 else head / config.logits_scaling
 
 

@@ -10,6 +10,7 @@ import torch
 from shared.errors import CheckpointError
 from shared.kernels.embedding import embed
 from shared.kernels.linear import linear
+from shared.kernels.quantized import QuantizedWeight
 from shared.kernels.softcap import softcap_
 from shared.models.attention import ForwardInput
 from shared.models.checkpoint import CheckpointReader
@@ -215,20 +216,23 @@ def load_embedding(reader: CheckpointReader, config: ModelConfig) -> torch.Tenso
 
 def load_head(
     reader: CheckpointReader, config: ModelConfig, embedding: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Load a language model's output layer, which may be its embedding. [V, h].
+) -> torch.Tensor | QuantizedWeight:
+    """Load a language model's output layer, which may be its embedding, or in FP8. [V, h].
 
     Args:
         embedding: The loaded embedding, shared when the two are tied.
     Raises: CheckpointError naming an output layer that contradicts `tie_word_embeddings`.
     """
-    shape = (config.vocab_size, config.hidden_size)
+    shape, is_fp8 = (config.vocab_size, config.hidden_size), reader.are_fp8([HEAD])
     if not config.is_tied:
+        if is_fp8:
+            return reader.load_fp8_into(HEAD, reader.empty(*shape, dtype=torch.float8_e4m3fn))
         return reader.load(HEAD, shape)
     if embedding is None:
         embedding = load_embedding(reader, config)
     # Some exporters write a tied head all the same; it must then be the very same.
-    if HEAD in reader.names and not torch.equal(reader.load(HEAD, shape), embedding):
+    has_head = HEAD in reader.names
+    if has_head and (is_fp8 or not torch.equal(reader.load(HEAD, shape), embedding)):
         raise CheckpointError(
             f"{reader.directory}: tie_word_embeddings is true, but {HEAD!r} is not {EMBEDDING!r}"
         )

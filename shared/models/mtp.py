@@ -84,7 +84,7 @@ _DEEPSEEK = _Form(
     hidden_norm="hnorm",
     projection="eh_proj",
     final_norm="shared_head.norm",
-    copies=("embed_tokens.weight", "shared_head.head.weight", "self_attn.rotary_emb.inv_freq"),
+    copies=("embed_tokens.weight", "shared_head.head.*", "self_attn.rotary_emb.inv_freq"),
     is_embedding_first=True,
 )
 

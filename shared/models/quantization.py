@@ -2,9 +2,10 @@
 
 Weights in FP8 (e4m3) are read as they are: in DeepSeek's format (a scale per block of 128 x 128),
 in that of compressed-tensors (per output, block or tensor) and of older FP8 files (per tensor),
-routed experts included. Of those in int4 int4_config.py knows more. Experts in MXFP4 are read where
-an architecture has them in tensors of all experts (gpt-oss). Where a checkpoint in FP8 asks for
-activations in 8 bits, a GPU quantises each row as it comes; scales known beforehand are not needed.
+routed experts and the output layer included. Of those in int4 int4_config.py knows more. Experts in
+MXFP4 are read where an architecture has them in tensors of all experts (gpt-oss). Where a
+checkpoint in FP8 asks for activations in 8 bits, a GPU quantises each row as it comes; scales known
+beforehand are not needed.
 """
 
 from __future__ import annotations
@@ -115,9 +116,14 @@ def is_projection(name: str) -> bool:
 
 
 def stays_fp8(name: str) -> bool:
-    """Return whether a tensor of a checkpoint in FP8 is kept so: a projection, or one of a routed
-    expert."""
-    return ".experts." in name or _is_multiplied(name)
+    """Return whether a tensor of a checkpoint in FP8 is kept so: a projection, one of a routed
+    expert, or the output layer."""
+    return ".experts." in name or _is_multiplied(name) or is_output_layer(name)
+
+
+def is_output_layer(name: str) -> bool:
+    """Return whether a tensor of a checkpoint is the weight of a language model's output layer."""
+    return name.split(".")[-2:] == ["lm_head", "weight"]
 
 
 def _is_multiplied(name: str) -> bool:

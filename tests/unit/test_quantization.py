@@ -47,6 +47,7 @@ from tests.paged import PagedKV
 from tests.quantized import (
     BLOCK_CONFIG,
     FORMS,
+    HEAD,
     compressed_config,
     write_dequantized,
     write_fp8,
@@ -58,7 +59,7 @@ CPU = torch.device("cpu")
 RAGGED = Shape(
     hidden_size=160, intermediate_size=208, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=40
 )
-MATRIX = "model.layers.0.self_attn.q_proj.weight"
+MATRIX, EMBEDDING = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"
 
 
 def logits_of(directory: Path, **options: Any) -> torch.Tensor:
@@ -102,6 +103,27 @@ def test_weights_become_fp8_row_by_row_but_embedding_head_and_norms(
 ) -> None:
     logits = logits_of(source, quantization="fp8")
     assert torch.equal(logits, logits_of(write_rounded(source, tmp_path / "rounded")))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_output_layers_of_checkpoints_may_be_fp8(source: Path, tmp_path: Path, form: str) -> None:
+    """Their config.json lists nothing to ignore; what is asked for beside it changes nothing."""
+    quantized = write_fp8(source, tmp_path / "fp8", form, has_fp8_head=True)
+    plain = write_dequantized(quantized, tmp_path / "plain")
+    logits = logits_of(quantized)
+    assert torch.equal(logits, logits_of(plain))
+    assert torch.equal(logits, logits_of(quantized, quantization=FP8_OUTPUT))
+    without = write_fp8(source, tmp_path / "without", form)
+    assert not torch.equal(logits, logits_of(without))
+
+
+def test_an_output_layer_in_fp8_beside_a_tied_embedding_is_refused(
+    source: Path, tmp_path: Path
+) -> None:
+    quantized = write_fp8(source, tmp_path / "fp8", "channel", has_fp8_head=True)
+    edit_checkpoint(quantized, config=lambda c: c.update(tie_word_embeddings=True))
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but .lm_head\.weight"):
+        CausalLM.from_checkpoint(quantized, CPU, torch.float32)
 
 
 def write_minimax(directory: Path) -> Path:
@@ -191,8 +213,12 @@ BREAKS: list[tuple[Callable[[Tensors], Any], str]] = [
         "q_proj.*k_proj.*at once.*FP8",
     ),
     (
-        lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}),
-        "lm_head.weight.*only projections of layers may be FP8",
+        lambda t: t.update({HEAD: t[HEAD].to(torch.float8_e4m3fn)}),
+        f"{HEAD}.*needs one tensor of scales",
+    ),
+    (
+        lambda t: t.update({EMBEDDING: t[EMBEDDING].to(torch.float8_e4m3fn)}),
+        f"{EMBEDDING}.*only projections of layers and the output layer may be FP8",
     ),
     (lambda t: t.update({"model.norm.input_scale": torch.ones(1)}), "left-over.*input_scale"),
 ]
@@ -337,6 +363,29 @@ def test_output_layers_of_drafts_become_fp8(
     outputs = [weight for weight in made if len(weight) == draft.vocab_size]
     assert len(outputs) == bool(quantization)
     assert (len(made) > 1) == (quantization == "fp8")
+
+
+@pytest.mark.parametrize("kind", ["eagle", "mtp", "standalone"])
+def test_drafts_take_an_output_layer_in_fp8_from_the_checkpoint_of_their_target(
+    models: Models, tmp_path: Path, kind: str
+) -> None:
+    pairing = models.pairing(kind)
+    options = {"kept": ("input_proj",), "has_fp8_head": True}
+    fp8 = write_fp8(pairing.target, tmp_path / "fp8", "block", **options)
+    plain = write_dequantized(fp8, tmp_path / "plain")
+    drafts = [
+        load_draft(
+            kind,
+            pairing.draft if kind == "eagle" else target,
+            target,
+            device=CPU,
+            dtype=torch.float32,
+        )
+        for target in (fp8, plain)
+    ]
+    hidden = torch.randn(3, drafts[0].hidden_size)
+    logits, want = (draft.logits(hidden) for draft in drafts)
+    assert torch.equal(logits, want)
 
 
 def test_weights_become_fp8_in_parts_as_they_do_whole(monkeypatch: pytest.MonkeyPatch) -> None:
