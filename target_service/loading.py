@@ -178,6 +178,8 @@ def make_pool(
         kv_dtype: Of the caches.
     Raises: ConfigError if there is no room for one round.
     """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading took and left
     longest, layout = longest_context(config, model_config), model_config.kv_layout
     num_pages = choose_num_pages(
         num_pages=config.num_pages,
