@@ -139,7 +139,7 @@ def create_engine(
         max_context_len=longest,
         page_size=config.page_size,
         dtype=dtype_name(dtype),
-        quantization=stored or quantization,
+        quantization=stored + quantization,
         kv_cache_dtype=kv_dtype_name(kv_dtype, dtype),
         device=device.type,
         gpu=gpu_uuid(device),

@@ -48,7 +48,7 @@ class LoadedTarget:
         model_hash: Waits for the digest of the checkpoint.
         model_config: As the checkpoint says it.
         dtype, kv_dtype: What it computes in, and what the KV cache holds.
-        quantization: Of its weights, as they were stored or as they were loaded; "": none.
+        quantization: Of its weights, as they were stored and as they were loaded; "": none.
         context_len: Longest sequence that fits into the pool alone with a whole round.
     """
 
@@ -92,7 +92,7 @@ def load_target(config: TargetConfig, progress: ProgressCallback) -> LoadedTarge
         model_config=model_config,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        quantization=quantization or model_config.quantization,
+        quantization=model_config.quantization + quantization,
         runner=runner,
         context_len=context_len,
     )
@@ -109,7 +109,7 @@ def load_model(
     """Load the weights; return the model, and what makes features of captured rows.
 
     Args:
-        quantization: "fp8": projections become FP8.
+        quantization: What becomes FP8, see `quantization_while_loading`.
     Raises: ConfigError if they do not fit, or CheckpointError.
     """
     device = resolve_device(config.device)

@@ -90,7 +90,8 @@ class UpConfig:
     quantization: str = option_of(
         TargetConfig,
         "quantization",
-        help="fp8 = weights of the target become FP8; auto, none = as they are",
+        help="fp8 = weights of the target become FP8, fp8_lm_head = those of its output layer, "
+        "too; auto, none = as they are",
     )
     draft_quantization: str = option_of(
         DraftConfig,

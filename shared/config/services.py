@@ -15,7 +15,7 @@ from shared.logs import FORMATS, LEVELS
 from shared.messages import MAX_NUM_STEPS, MAX_TOPK, MAX_TREE_NODES
 from shared.models.hub import last_part
 
-QUANTIZATIONS = ("auto", "fp8", "none")
+QUANTIZATIONS = ("auto", "fp8", "fp8_lm_head", "none")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 _ADMIN_OFFSET, _MAX_PORT = 1000, 65535
@@ -60,7 +60,8 @@ class WorkerConfig(ServiceConfig):
     quantization: str = option(
         "auto",
         "fp8 = weights of the layers' projections become FP8 while they load, which halves their "
-        "bytes and changes the output a little; auto, none = as the checkpoint has them",
+        "bytes and changes the output a little; fp8_lm_head = those of the output layer, too; "
+        "auto, none = as the checkpoint has them",
         choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = option(
@@ -210,9 +211,9 @@ class DraftConfig(WorkerConfig, DialConfig):
     quantization: str = option_of(
         WorkerConfig,
         "quantization",
-        help="fp8 = weights of projections and of the output layer become FP8 while they load, "
-        "which changes guesses a little and no output; auto = so where a GPU multiplies FP8; "
-        "none = as the checkpoint has them",
+        help="fp8 (= fp8_lm_head): weights of projections and of the output layer become FP8 while "
+        "they load, which changes guesses a little and no output; auto = so where a GPU multiplies "
+        "FP8; none = as the checkpoint has them",
     )
     algorithm: str = option(
         "auto",

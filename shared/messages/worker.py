@@ -53,7 +53,9 @@ class WorkerInfo:
         device_model, versions, cpu_threads, logits_hash: Of a target; what else decides about bits.
         has_grammars: Of a target: outputs may have grammars.
         num_experts: Of a layer of a target that says which of them rows were routed to; else 0.
-        quantization: Of weights: "fp8" or "int4" (projections), "mxfp4" (experts); empty: none.
+        quantization: Of weights: "fp8" or "int4" (projections), "mxfp4" (experts), "fp8_lm_head"
+            (projections and output layer); "+fp8_lm_head" after the others: the output layer as
+            well; empty: none.
         kv_cache_dtype: "fp8_e4m3"; empty: the dtype's.
         gpu: UUID of its GPU; empty: it has none.
     """

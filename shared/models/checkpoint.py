@@ -19,10 +19,11 @@ from shared.errors import CheckpointError
 from shared.models import hub
 from shared.models.int4_config import PACKED, QWEIGHT, Int4Config, read_int4_config
 from shared.models.quantization import (
-    FP8,
-    FP8_OUTPUT,
     activation_scale_of,
+    is_output_layer,
     is_projection,
+    output_layer_becomes_fp8,
+    projections_become_fp8,
     read_fp8_rows,
     stays_fp8,
 )
@@ -104,16 +105,23 @@ def weight_bytes(directory: Path, itemsize: int, quantization: str = "") -> int:
 
     Args:
         itemsize: Bytes per value as they are loaded, of what is not quantised.
-        quantization: "fp8": projections are, or become, FP8.
+        quantization: What becomes FP8, see `quantization_while_loading`.
     """
-    int4 = read_int4_config(directory)
+    int4, infos = read_int4_config(directory), read_tensor_infos(directory)
+    has_fp8_output = output_layer_becomes_fp8(quantization)
+    is_tied = not any(map(is_output_layer, infos))
 
     def loaded(name: str, info: TensorInfo) -> int:
         if int4 is not None and name.endswith((QWEIGHT, PACKED, *_INT4_SCALES)):
             return _int4_bytes(name, info, int4, itemsize)
-        return _dense_bytes(name, info, itemsize, becomes_fp8=quantization == FP8)
+        if has_fp8_output and is_tied and name.endswith("embed_tokens.weight"):
+            return math.prod(info.shape) * itemsize + _fp8_bytes(info)  # it stays beside its copy
+        becomes_fp8 = (has_fp8_output and is_output_layer(name)) or (
+            projections_become_fp8(quantization) and is_projection(name)
+        )
+        return _dense_bytes(name, info, itemsize, becomes_fp8=becomes_fp8)
 
-    return sum(loaded(name, info) for name, info in read_tensor_infos(directory).items())
+    return sum(loaded(name, info) for name, info in infos.items())
 
 
 def _int4_bytes(name: str, info: TensorInfo, int4: Int4Config, itemsize: int) -> int:
@@ -126,19 +134,21 @@ def _int4_bytes(name: str, info: TensorInfo, int4: Int4Config, itemsize: int) ->
 
 
 def _dense_bytes(name: str, info: TensorInfo, itemsize: int, *, becomes_fp8: bool) -> int:
-    """Return the memory of a tensor that is not int4.
-
-    Args:
-        becomes_fp8: If it is a projection.
-    """
-    size, is_fp8 = math.prod(info.shape), info.dtype == FP8_DTYPE
+    """Return the memory of a tensor that is not int4."""
+    is_fp8 = info.dtype == FP8_DTYPE
     if info.dtype == BYTES_DTYPE:  # MXFP4, whose last blocks are made whole
-        return size + size // 32
+        return _fp8_bytes(info)
     if info.dtype not in FLOAT_DTYPES and not is_fp8:
         return 0
-    if (becomes_fp8 and is_projection(name)) or (is_fp8 and stays_fp8(name)):
-        return size + size // 32  # scales, at most one of four bytes for 128 values
-    return size * itemsize
+    if becomes_fp8 or (is_fp8 and stays_fp8(name)):
+        return _fp8_bytes(info)
+    return math.prod(info.shape) * itemsize
+
+
+def _fp8_bytes(info: TensorInfo) -> int:
+    """Return the memory of a byte for each value, and scales: one of four bytes for 128 values."""
+    size = math.prod(info.shape)
+    return size + size // 32
 
 
 def _names_of_false(answers: Mapping[str, torch.Tensor]) -> list[str]:
@@ -157,8 +167,7 @@ class CheckpointReader:
         device: Where tensors go.
         dtype: What floating-point tensors become.
         rename: Maps a name in the files to the name by which `load` asks; errors say both.
-        quantization: FP8: projections that are not FP8 become it, and what is asked for by
-            `output_layer`; FP8_OUTPUT: that alone.
+        quantization: What becomes FP8, see `quantization_while_loading`.
     """
 
     def __init__(
@@ -257,22 +266,21 @@ class CheckpointReader:
         return self.products.weight(self.load(name, shape))
 
     def output_layer(self, weight: torch.Tensor | QuantizedWeight) -> Weight:
-        """Return the output layer of a draft, [V, h], ready to be multiplied by.
+        """Return an output layer, [V, h], ready to be multiplied by; in FP8, if it is to become it.
 
         Raises: CheckpointError if it is to become FP8, and holds no numbers.
         """
         from shared.kernels.quantized import QuantizedWeight, quantize
 
-        becomes_fp8 = self._quantization in (FP8, FP8_OUTPUT)
-        if isinstance(weight, QuantizedWeight) or not becomes_fp8:
-            return self.products.weight(weight)
-        quantized = quantize(weight, has_fp8_rows=True)
-        if not quantized.is_finite():
-            raise CheckpointError(
-                f"{self.directory}: the output layer of the draft holds NaN or infinity; get an "
-                "undamaged checkpoint"
-            )
-        return self.products.weight(quantized)
+        becomes_fp8 = output_layer_becomes_fp8(self._quantization)
+        if becomes_fp8 and not isinstance(weight, QuantizedWeight):
+            weight = quantize(weight, has_fp8_rows=True)
+            if not weight.is_finite():
+                raise CheckpointError(
+                    f"{self.directory}: the output layer holds NaN or infinity; get an undamaged "
+                    "checkpoint"
+                )
+        return self.products.weight(weight)
 
     def load_projection(self, name: str, shape: Sequence[int]) -> Weight:
         """Return the weight of a projection, ready to be multiplied by; see `load_matrix`."""
@@ -324,7 +332,7 @@ class CheckpointReader:
         if info is not None and info.dtype == FP8_DTYPE:
             return self._load_quantized(name, shape)
         weight = self.load(name, shape)
-        if self._quantization != FP8:
+        if not projections_become_fp8(self._quantization):
             return weight
         quantized = quantize(weight, has_fp8_rows=True)
         self._is_finite[name] = quantized.is_finite()
@@ -403,7 +411,7 @@ class CheckpointReader:
                 f"{list(info.shape)}; a weight of {list(shape)} needs floating-point scales, one, "
                 "one per row, or one per block of 128 x 128"
             )
-        has_fp8_rows = self._quantization == FP8 or self._has_fp8_rows
+        has_fp8_rows = projections_become_fp8(self._quantization) or self._has_fp8_rows
         weight = QuantizedWeight(
             values=values, scales=scales, dtype=self._dtype, has_fp8_rows=has_fp8_rows
         )

@@ -60,7 +60,6 @@ class CausalLM:
 
     Args:
         context_len: Longest sequence, tokens; None = max_position_embeddings.
-        is_draft: Its output layer may be quantised as well.
 
     Attributes:
         products: How its weights and its attention are multiplied on a CPU.
@@ -72,7 +71,6 @@ class CausalLM:
         config: ModelConfig,
         *,
         context_len: int | None = None,
-        is_draft: bool = False,
     ) -> None:
         self.config = config
         self._embedding = load_embedding(reader, config)
@@ -80,8 +78,7 @@ class CausalLM:
             DecoderLayer(reader, f"model.layers.{i}", config, i) for i in range(config.num_layers)
         ]
         self._norm = load_norm(reader, "model.norm.weight", config.hidden_size, config.norm_rule)
-        head = load_head(reader, config, self._embedding)
-        self._head = reader.output_layer(head) if is_draft else reader.products.weight(head)
+        self._head = reader.output_layer(load_head(reader, config, self._embedding))
         self.products = reader.products
         self.device = self._embedding.device
         self.dtype = self._embedding.dtype
@@ -97,7 +94,6 @@ class CausalLM:
         *,
         context_len: int | None = None,
         quantization: str = "",
-        is_draft: bool = False,
     ) -> CausalLM:
         """Load a checkpoint, every tensor accounted for.
 
@@ -107,7 +103,7 @@ class CausalLM:
         """
         config = ModelConfig.from_checkpoint(directory)
         with open_language_model(directory, device, dtype, quantization) as reader:
-            model = cls(reader, config, context_len=context_len, is_draft=is_draft)
+            model = cls(reader, config, context_len=context_len)
             mtp = _mtp_extras(config)
             vision = _VISION_EXTRAS if config.has_vision else ()
             reader.finish([*_KNOWN_EXTRAS, *mtp, *vision])

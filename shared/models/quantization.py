@@ -21,8 +21,10 @@ from shared.models.int4_config import PACKED, QWEIGHT, parse_int4
 from shared.models.kv_scales import check_kv_scheme
 
 FP8, INT4, MXFP4 = "fp8", "int4", "mxfp4"
-# Of the weights of a draft, those of its output layer alone become FP8.
-FP8_OUTPUT = "fp8 output layer"
+# Projections and the output layer become FP8.
+FP8_LM_HEAD = "fp8_lm_head"
+# The output layer alone: what the checkpoint says of the others comes before it.
+FP8_OUTPUT = "+fp8_lm_head"
 _SIDE = 128
 _DENSE = ("kv_b_proj", "input_proj", "eh_proj")
 _WEIGHTS = ("weight", QWEIGHT, PACKED)
@@ -81,28 +83,43 @@ def has_fp8_rows(config: Mapping[str, Any]) -> bool:
 
 
 def quantization_while_loading(name: str, *, checkpoint: str) -> str:
-    """Return how weights are quantised while they load: "fp8", or "" for not at all.
+    """Return how weights are quantised while they load: FP8, FP8_LM_HEAD, FP8_OUTPUT, or "".
+
+    After how the checkpoint has its weights, it says how they are then.
 
     Args:
         name: As configured; "auto", "none": as in the checkpoint.
-        checkpoint: How those of the checkpoint are quantised: then what is not stays as it is.
+        checkpoint: How those of the checkpoint are quantised: then projections stay as they are.
     """
-    return "" if name in ("auto", "none") or checkpoint else name
+    if name in ("auto", "none"):
+        return ""
+    if checkpoint:
+        return FP8_OUTPUT if name == FP8_LM_HEAD else ""
+    return name
 
 
 def draft_quantization_while_loading(name: str, *, checkpoint: str, is_faster: bool) -> str:
-    """Return how a draft's weights are quantised while they load: FP8, FP8_OUTPUT, or "".
+    """Return how a draft's weights are quantised while they load: FP8_LM_HEAD, FP8_OUTPUT, or "".
 
-    A draft only guesses, so by default it takes what is faster.
+    A draft only guesses, so by default it takes what is faster, and FP8 has its output layer.
 
     Args:
         name: As configured.
-        checkpoint: How those of the checkpoint are quantised: then projections stay as they are.
+        checkpoint: See `quantization_while_loading`.
         is_faster: The device multiplies FP8.
     """
-    if name == "none" or (name == "auto" and not is_faster):
-        return ""
-    return FP8_OUTPUT if checkpoint else FP8
+    is_left = name == "none" or (name == "auto" and not is_faster)
+    return quantization_while_loading("none" if is_left else FP8_LM_HEAD, checkpoint=checkpoint)
+
+
+def projections_become_fp8(quantization: str) -> bool:
+    """Return whether those do that are not quantised; see `quantization_while_loading`."""
+    return quantization in (FP8, FP8_LM_HEAD)
+
+
+def output_layer_becomes_fp8(quantization: str) -> bool:
+    """Return whether it does if it is not quantised; see `quantization_while_loading`."""
+    return quantization in (FP8_LM_HEAD, FP8_OUTPUT)
 
 
 def is_projection(name: str) -> bool:

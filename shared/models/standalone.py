@@ -60,7 +60,6 @@ class StandaloneDraft(OneForward):
             dtype,
             context_len=context_len,
             quantization=quantization,
-            is_draft=True,
         )
         target = ModelConfig.from_checkpoint(target_dir)
         return cls(model, target_vocab_size=target.vocab_size)

@@ -75,7 +75,7 @@ def run_wide_in_fp8(tmp_path: Path) -> None:
     target_dir = write_llama(tmp_path / "wide", shape=shape)
     pairing = Pairing(target=target_dir, draft=target_dir, algorithm="standalone")
     small = {"max_context_len": 8, "max_batch_rows": 16, "num_pages": 8}
-    target = make_target(pairing, dtype="bfloat16", quantization="fp8", **small)
+    target = make_target(pairing, dtype="bfloat16", quantization="fp8_lm_head", **small)
     requests = [LocalRequest(prompt=prompt, max_new_tokens=2) for prompt in ([72, 101], [72])]
     together = run_plain(target, requests)
     alone = run_plain(target, requests, alone=True)

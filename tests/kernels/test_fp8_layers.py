@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ from shared.kernels.fp8_rows import wants_fp8_rows
 from shared.models import attention, eagle3, experts, feed_forward, latent_attention
 from shared.models.draft import load_draft
 from shared.models.llama import CausalLM
-from shared.models.quantization import FP8, FP8_OUTPUT
+from shared.models.quantization import FP8, FP8_LM_HEAD, FP8_OUTPUT
 from tests import checkpoints, families
 from tests.checkpoints import Shape
 from tests.deepseek import write_deepseek
@@ -57,7 +58,9 @@ def target_run(directory: Path, device: torch.device) -> Run:
     return run
 
 
-def draft_run(directory: Path, target: Path, device: torch.device, quantization: str = FP8) -> Run:
+def draft_run(
+    directory: Path, target: Path, device: torch.device, quantization: str = FP8_LM_HEAD
+) -> Run:
     """Load a draft. The run returns the logits of rows of random features."""
     place = {"device": device, "dtype": DTYPE}
     draft = load_draft("auto", directory, target, quantization=quantization, **place)
@@ -118,7 +121,7 @@ def test_only_what_no_norm_made_is_quantised_by_itself(
     check(lambda: target_run(directory, device), monkeypatch, fused, alone)
 
 
-@pytest.mark.parametrize("quantization", [FP8, FP8_OUTPUT])
+@pytest.mark.parametrize("quantization", [FP8_LM_HEAD, FP8_OUTPUT])
 @pytest.mark.parametrize(
     "options", [{}, {"norm_before_residual": True}, {"feeds_back_norm": True}, {"num_layers": 2}]
 )
@@ -137,7 +140,7 @@ def test_eagle3_heads(
         layer_ids=(0, 1),
         **options,  # type: ignore[arg-type]
     )
-    num_layers = int(options.get("num_layers", 1)) if quantization == FP8 else 0
+    num_layers = int(options.get("num_layers", 1)) if quantization == FP8_LM_HEAD else 0
     fused = 2 * num_layers + int("feeds_back_norm" in options)
     load = partial(draft_run, directory, target, device, quantization)
     check(load, monkeypatch, fused, 4 * num_layers + 1)
@@ -163,6 +166,27 @@ def test_nothing_is_quantised_for_weights_in_16_bits(tmp_path: Path, device: tor
     reset_launch_counts()
     run()
     assert "quantize_rows" not in launch_counts()
+
+
+@pytest.mark.parametrize("vocab_size", [60, 64, 259])
+def test_an_output_layer_in_fp8(tmp_path: Path, device: torch.device, vocab_size: int) -> None:
+    """Its logits are near those in 16 bits, and those of a row are the same alone and among others,
+    whether its vocabulary fills tiles or not.
+    """
+    directory = checkpoints.write_llama(tmp_path, shape=replace(SMALL, vocab_size=vocab_size))
+    dense, fp8 = (
+        CausalLM.from_checkpoint(directory, device, DTYPE, quantization=quantization)
+        for quantization in ("", FP8_OUTPUT)
+    )
+    hidden = torch.randn(33, SMALL.hidden_size).to(device, DTYPE)
+    reset_launch_counts()
+    logits, want = fp8.logits(hidden), dense.logits(hidden)
+    assert launch_counts()["quantize_rows"] == 1
+    assert logits.shape == want.shape == (33, vocab_size) and logits.dtype == torch.float32
+    assert ((logits - want).norm(dim=1) < 0.06 * want.norm(dim=1)).all()
+    assert not torch.equal(logits, want)
+    for row in (0, 16, 32):
+        assert torch.equal(fp8.logits(hidden[row : row + 1]), logits[row : row + 1])
 
 
 def test_who_reads_rows_in_fp8_says_so(tmp_path: Path, device: torch.device) -> None:

@@ -15,8 +15,9 @@ from shared.kernels.fp8_rows import becomes_fp8, quantize_rows, quantize_rows_re
 from shared.kernels.linear import linear, linear_addends, splits_of, sum_addends
 from shared.kernels.linear_swiglu import choose_fp8_row_tiles as linear_swiglu_tiles
 from shared.kernels.linear_swiglu import linear_swiglu
-from shared.kernels.linear_tiles import num_splits, split_width
+from shared.kernels.linear_tiles import choose_fp8_row_tiles, num_splits, split_width
 from shared.kernels.quantized import SCALE_BLOCK, QuantizedWeight, stack_rows
+from shared.step.buckets import buckets_up_to
 from tests.kernels.test_fp8_experts import NUM_EXPERTS, choose, random_experts
 from tests.kernels.test_linear_quantized import SCALINGS, weight_of
 from tests.marks import first_if_interpreted
@@ -118,6 +119,20 @@ def test_products_are_those_of_quantised_rows(
     want = gate * gate.sigmoid() * up
     out = linear_swiglu(x, weight, bias).double().cpu()
     torch.testing.assert_close(out / want.abs().max(), want / want.abs().max(), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", [(128256, 4096), (262144, 8192), (32003, 2048), (300, 64)])
+def test_graphs_of_a_vocabulary_compile_all_that_rows_of_any_number_launch(
+    shape: tuple[int, int], scaling: str
+) -> None:
+    """Logits of a few rows are asked for outside of graphs while requests are served."""
+
+    def tiles(num_rows: int) -> linear_tiles.Tiles:
+        return choose_fp8_row_tiles(num_rows, shape, by_block=scaling == "block")
+
+    counts = buckets_up_to(2048)
+    assert {tiles(num_rows) for num_rows in range(1, 2049)} == {tiles(count) for count in counts}
 
 
 def test_rows_of_32_bits_stay_as_they_are(device: torch.device) -> None:

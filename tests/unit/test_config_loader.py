@@ -134,6 +134,7 @@ def test_tree_shape_by_the_names_of_sglang() -> None:
         ({"COPPICE_SELF_TEST": "maybe"}, {}, "expected true or false"),
         ({"COPPICE_PAGE_SIZE": "0"}, {}, "--page-size is 0, expected at least 1"),
         ({"COPPICE_DTYPE": "fp8"}, {}, "--dtype is 'fp8', expected one of auto, float32"),
+        ({"COPPICE_QUANTIZATION": "lm_head"}, {}, "expected one of auto, fp8, fp8_lm_head, none"),
         ({"COPPICE_DEVICE": "tpu"}, {}, "--device is 'tpu', expected auto, cpu, cuda or cuda:N"),
         ({"COPPICE_KV_MEMORY_FRACTION": "nan"}, {}, "--kv-memory-fraction is nan"),
         ({}, {"page_sise": 1}, "unknown key 'page_sise' in [service]; did you mean page_size?"),

@@ -21,6 +21,7 @@ from shared.models.checkpoint import CheckpointReader, weight_bytes
 from shared.models.draft import load_draft
 from shared.models.llama import CausalLM
 from shared.models.quantization import (
+    FP8_LM_HEAD,
     FP8_OUTPUT,
     draft_quantization_while_loading,
     has_fp8_rows,
@@ -103,6 +104,31 @@ def test_weights_become_fp8_row_by_row_but_embedding_head_and_norms(
 ) -> None:
     logits = logits_of(source, quantization="fp8")
     assert torch.equal(logits, logits_of(write_rounded(source, tmp_path / "rounded")))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_output_layer_becomes_fp8_beside_its_embedding(tmp_path: Path, *, is_tied: bool) -> None:
+    source = checkpoints.write_llama(tmp_path / "source", shape=RAGGED, is_tied=is_tied)
+    rounded = write_rounded(source, tmp_path / "rounded", has_fp8_head=True)
+    logits = logits_of(source, quantization=FP8_LM_HEAD)
+    assert torch.equal(logits, logits_of(rounded))
+    assert not torch.equal(logits, logits_of(source, quantization="fp8"))
+
+
+def test_logits_of_an_output_layer_in_fp8_are_near(source: Path) -> None:
+    hidden = torch.randn(9, RAGGED.hidden_size)
+    models = [
+        CausalLM.from_checkpoint(source, CPU, torch.float32, quantization=quantization)
+        for quantization in ("", FP8_OUTPUT)
+    ]
+    dense, fp8 = (model.logits(hidden) for model in models)
+    head = checkpoints.read_tensors(source)[HEAD]
+    # A value is off by 1/16 of itself at most; below 2^-6 of its scale, by 2^-10 of the scale.
+    step = head.abs().amax(dim=1) / 448 * 2**-10
+    most = hidden.abs() @ (head.abs() / 16 + step[:, None]).T
+    assert ((fp8 - dense).abs() <= most).all() and not torch.equal(fp8, dense)
+    alone = torch.cat([models[1].logits(row[None]) for row in hidden])
+    assert torch.equal(alone, fp8)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -291,6 +317,14 @@ def test_memory_is_planned_for_what_becomes_fp8(source: Path, tmp_path: Path) ->
     assert weight_bytes(source, 2, "fp8") == pytest.approx(expected, rel=1e-3)
     stored = write_fp8(source, tmp_path / "fp8", "block")
     assert weight_bytes(stored, 2) == pytest.approx(expected, rel=1e-3)
+    head = tensors[HEAD].numel()
+    smaller = expected - 2 * head + head * 33 / 32
+    assert weight_bytes(source, 2, FP8_LM_HEAD) == pytest.approx(smaller, rel=1e-3)
+    assert weight_bytes(stored, 2, FP8_OUTPUT) == pytest.approx(smaller, rel=1e-3)
+    stored = write_fp8(source, tmp_path / "head", "block", has_fp8_head=True)
+    assert weight_bytes(stored, 2) == pytest.approx(smaller, rel=1e-3)
+    tied = checkpoints.write_llama(tmp_path / "tied", shape=RAGGED, is_tied=True)
+    assert weight_bytes(tied, 2, FP8_LM_HEAD) == pytest.approx(smaller, rel=1e-3)
 
 
 def test_a_target_says_how_it_is_quantised_and_moves_to_none_that_is_not(
@@ -310,6 +344,12 @@ def test_a_target_says_how_it_is_quantised_and_moves_to_none_that_is_not(
     stored = info(write_fp8(models.llama, tmp_path / "fp8", "channel"))
     assert stored.quantization == "fp8" and stored.model_hash != online.model_hash
     assert stored.logits_hash == online.logits_hash  # the same scales, by the same rule
+    with_head = info(models.llama, FP8_LM_HEAD)
+    assert with_head.quantization == "fp8_lm_head" and with_head.logits_hash != online.logits_hash
+    difference = ModelIdentity.of(with_head).difference(ModelIdentity.of(online))
+    assert "quantization 'fp8_lm_head' instead of 'fp8'" in difference
+    both = info(tmp_path / "fp8", FP8_LM_HEAD)
+    assert both.quantization == "fp8+fp8_lm_head" and both.logits_hash == with_head.logits_hash
 
 
 def test_what_an_fp8_checkpoint_has_in_another_dtype_stays_so() -> None:
@@ -318,14 +358,17 @@ def test_what_an_fp8_checkpoint_has_in_another_dtype_stays_so() -> None:
     assert quantization_while_loading("auto", checkpoint="fp8") == ""
     assert quantization_while_loading("auto", checkpoint="") == ""
     assert quantization_while_loading("none", checkpoint="") == ""
+    assert quantization_while_loading("fp8_lm_head", checkpoint="") == FP8_LM_HEAD
+    assert quantization_while_loading("fp8_lm_head", checkpoint="int4") == FP8_OUTPUT
 
 
 DRAFTS = [
-    ("auto", "", True, "fp8"),
+    ("auto", "", True, FP8_LM_HEAD),
     ("auto", "", False, ""),
     ("auto", "fp8", True, FP8_OUTPUT),
     ("auto", "int4", False, ""),
-    ("fp8", "", False, "fp8"),
+    ("fp8", "", False, FP8_LM_HEAD),
+    ("fp8_lm_head", "", False, FP8_LM_HEAD),
     ("fp8", "int4", False, FP8_OUTPUT),
     ("none", "", True, ""),
 ]
@@ -339,7 +382,7 @@ def test_drafts_take_what_is_faster(
     assert found == expected
 
 
-@pytest.mark.parametrize("quantization", ["fp8", FP8_OUTPUT, ""])
+@pytest.mark.parametrize("quantization", [FP8_LM_HEAD, FP8_OUTPUT, ""])
 @pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "standalone", "frozen_kv_mtp"])
 def test_output_layers_of_drafts_become_fp8(
     models: Models, kind: str, quantization: str, monkeypatch: pytest.MonkeyPatch
@@ -362,7 +405,7 @@ def test_output_layers_of_drafts_become_fp8(
     )
     outputs = [weight for weight in made if len(weight) == draft.vocab_size]
     assert len(outputs) == bool(quantization)
-    assert (len(made) > 1) == (quantization == "fp8")
+    assert (len(made) > 1) == (quantization == FP8_LM_HEAD)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "mtp", "standalone"])
@@ -399,19 +442,21 @@ def test_weights_become_fp8_in_parts_as_they_do_whole(monkeypatch: pytest.Monkey
     assert parts.values.dtype is torch.float8_e4m3fn and parts.has_fp8_rows
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "standalone"])
+@pytest.mark.parametrize("kind", ["eagle3", "standalone", "target"])
 def test_an_output_layer_that_is_to_become_fp8_and_holds_no_numbers_is_refused(
     models: Models, tmp_path: Path, kind: str
 ) -> None:
     def damage(tensors: Tensors) -> None:
-        tensors["lm_head.weight"][3, 2] = math.nan
+        tensors[HEAD][3, 2] = math.nan
 
-    pairing = models.pairing(kind)
+    pairing = models.pairing("standalone" if kind == "target" else kind)
     damaged = edit_checkpoint(shutil.copytree(pairing.draft, tmp_path / kind), tensors=damage)
-    with pytest.raises(CheckpointError, match="the output layer of the draft holds NaN"):
-        load_draft(
-            kind, damaged, pairing.target, device=CPU, dtype=torch.float32, quantization="fp8"
-        )
+    options = {"device": CPU, "dtype": torch.float32, "quantization": FP8_LM_HEAD}
+    with pytest.raises(CheckpointError, match="the output layer holds NaN"):
+        if kind == "target":
+            CausalLM.from_checkpoint(damaged, **options)
+        else:
+            load_draft(kind, damaged, pairing.target, **options)
 
 
 def test_the_output_layer_of_a_target_stays(
@@ -426,15 +471,19 @@ def test_the_output_layer_of_a_target_stays(
     assert sizes and model.config.vocab_size not in sizes
 
 
-CASES = [(16, True), *exhaustive([(1, True), (4, True), (64, True), (16, False), (2, False)])]
+CASES = [
+    *(("fp8", 16, True), ("fp8_lm_head", 4, True)),
+    *exhaustive([("fp8", 1, True), ("fp8", 4, True), ("fp8_lm_head", 64, True)]),
+    *exhaustive([("fp8", 16, False), ("fp8", 2, False)]),
+]
 
 
-@pytest.mark.parametrize(("page_size", "is_self_tested"), CASES)
+@pytest.mark.parametrize(("quantization", "page_size", "is_self_tested"), CASES)
 def test_speculation_changes_no_token_of_a_quantised_target(
-    models: Models, page_size: int, *, is_self_tested: bool
+    models: Models, quantization: str, page_size: int, *, is_self_tested: bool
 ) -> None:
     pairing = models.pairing("eagle3")
-    options = {"quantization": "fp8", "page_size": page_size}
+    options = {"quantization": quantization, "page_size": page_size}
     target = make_target(pairing, self_test=is_self_tested, **options)
     rng = random.Random(5)
     samplings = (SamplingParams(), SamplingParams(temperature=1.0, seed=9))
@@ -446,7 +495,7 @@ def test_speculation_changes_no_token_of_a_quantised_target(
     ]
     plain = run_plain(target, requests, alone=True)
     by_id = {f"r{i + 1}": request for i, request in enumerate(plain)}
-    pair = PoisonedPair(target, make_draft(pairing, quantization="fp8", page_size=4))
+    pair = PoisonedPair(target, make_draft(pairing, quantization=quantization, page_size=4))
 
     def edit(tree: TokenTree) -> TokenTree:
         done = len(pair.requests[tree.request_id].output)
