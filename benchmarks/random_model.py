@@ -191,10 +191,11 @@ def random_fp8(
     values.normal_(std=_FP8_STD, generator=generator)
     blocks = [-(-width // SCALE_BLOCK) for width in shape]
     scales = torch.rand(blocks, generator=generator, device=device) + 0.5
-    spread = spread_scales(scales * shape[-1] ** -0.5 / _FP8_STD, values.shape)
+    scales *= shape[-1] ** -0.5 / _FP8_STD
+    spread = spread_scales(scales[None], shape)
     assert spread is not None
     return QuantizedWeight(
-        values=values.to(torch.float8_e4m3fn), scales=spread, dtype=dtype, has_fp8_rows=True
+        values=values.to(torch.float8_e4m3fn), scales=spread[0], dtype=dtype, has_fp8_rows=True
     )
 
 

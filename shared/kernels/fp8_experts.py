@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 
 from shared.kernels.quantized import QuantizedWeight
+
+# Values that are looked at at once: few launches for small weights, and little memory.
+_CHECKED_VALUES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,16 @@ class QuantizedExperts:
         """Return what shares a scale: "channel", an output, or "block"."""
         return self[0].scaling
 
+    def are_finite(self) -> torch.Tensor:
+        """Return which experts hold numbers, see `QuantizedWeight.is_finite`.
+
+        Returns: [E] bool on the device, which nobody has waited for yet.
+        """
+        at_once = max(1, _CHECKED_VALUES // self.values[0].numel())
+        bits = self.values.view(torch.uint8).flatten(1).split(at_once)
+        are_numbers = torch.cat([((part & 0x7F) != 0x7F).all(dim=1) for part in bits])
+        return are_numbers & self.scales.isfinite().flatten(1).all(dim=1)
+
     def __len__(self) -> int:
         return len(self.values)
 
@@ -48,25 +61,19 @@ class QuantizedExperts:
         )
 
 
-def join_fp8(
-    values: torch.Tensor, weights: Sequence[QuantizedWeight], num_parts: int
-) -> QuantizedExperts | None:
-    """Return weights whose values lie where kernels read them; None: their scales are not alike.
+def join_rows(parts: QuantizedExperts, num_parts: int) -> QuantizedExperts:
+    """Return experts whose outputs are those of several weights, one after the other.
 
     Args:
-        values: [E, P, N, K], of the weights.
-        weights: Of the parts of expert 0, then of expert 1, ..., whose outputs come one after the
-            other.
+        parts: [E P, N, K], those of expert 0, then those of expert 1, ...; their values stay where
+            they are.
         num_parts: P.
     """
-    if len({(weight.scales.shape, weight.has_fp8_rows) for weight in weights}) > 1:
-        return None
-    scales = torch.stack([weight.scales for weight in weights]).unflatten(0, (-1, num_parts))
-    return QuantizedExperts(
-        values=values.flatten(1, 2),
+    scales = parts.scales.unflatten(0, (-1, num_parts))
+    return replace(
+        parts,
+        values=parts.values.unflatten(0, (-1, num_parts)).flatten(1, 2),
         scales=scales.transpose(1, 2).flatten(2),  # [E, P, S, N] -> [E, S, P N]
-        dtype=weights[0].dtype,
-        has_fp8_rows=weights[0].has_fp8_rows,
     )
 
 
@@ -78,6 +85,9 @@ def pack_fp8(weights: Iterable[QuantizedWeight]) -> QuantizedExperts:
     """
     weights = list(weights)
     values = torch.stack([weight.values.view(torch.uint8) for weight in weights])
-    experts = join_fp8(values.view(torch.float8_e4m3fn)[:, None], weights, 1)
-    assert experts is not None
-    return experts
+    return QuantizedExperts(
+        values=values.view(torch.float8_e4m3fn),
+        scales=torch.stack([weight.scales for weight in weights]),
+        dtype=weights[0].dtype,
+        has_fp8_rows=weights[0].has_fp8_rows,
+    )

@@ -9,6 +9,7 @@ neither Triton's interpreter nor all GPUs know e4m3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -136,22 +137,25 @@ def quantize(weight: torch.Tensor, *, has_fp8_rows: bool = False) -> QuantizedWe
     )
 
 
-def spread_scales(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-    """Return scales as a QuantizedWeight has them; None: they are not those of the weight.
+def spread_scales(scales: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+    """Return scales as QuantizedWeights have them; None: they are not those of such weights.
 
     Args:
-        scales: Of a checkpoint: one; one per row; or one per block of SCALE_BLOCK x SCALE_BLOCK.
-        shape: (N, K) of the weight.
+        scales: [E, ...], of each weight of a checkpoint: one; one per row; or one per block of
+            SCALE_BLOCK x SCALE_BLOCK.
+        shape: (N, K) of each weight.
+    Returns: [E, 1, N], or [E, ceil(K / SCALE_BLOCK), N].
     """
     width_n, width_k = shape
-    if scales.numel() == 1:
-        return scales.reshape(1, 1).repeat(1, width_n)
-    if scales.shape in ((width_n,), (width_n, 1)):
-        return scales.reshape(1, width_n)
-    num_blocks = [-(-width // SCALE_BLOCK) for width in shape]
-    if list(scales.shape) != num_blocks:
+    count, *of_one = scales.shape
+    if math.prod(of_one) == 1:
+        return scales.reshape(count, 1, 1).repeat(1, 1, width_n)
+    if of_one in ([width_n], [width_n, 1]):
+        return scales.reshape(count, 1, width_n)
+    if of_one != [-(-width_n // SCALE_BLOCK), -(-width_k // SCALE_BLOCK)]:
         return None
-    return scales.T.repeat_interleave(SCALE_BLOCK, dim=1)[:, :width_n].contiguous()
+    by_output = scales.transpose(1, 2).repeat_interleave(SCALE_BLOCK, dim=2)
+    return by_output[..., :width_n].contiguous()
 
 
 def stack_rows(parts: Sequence[GpuWeight]) -> GpuWeight | None:

@@ -10,8 +10,9 @@ import hashlib
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from shared.models.tensor_files import TensorInfo, read_tensor_infos
 if TYPE_CHECKING:
     import torch
 
+    from shared.kernels.fp8_experts import QuantizedExperts
     from shared.kernels.int4 import Int4Weight
     from shared.kernels.products_cpu import Weight
     from shared.kernels.quantized import GpuWeight, QuantizedWeight
@@ -46,8 +48,8 @@ BYTES_DTYPE = "U8"
 _INT4_SCALES = (".scales", ".weight_scale")
 # Ends of the names of scales: DeepSeek's, though values are multiplied by them, and all others'.
 _SCALE_ENDS = ("_scale_inv", "_scale")
-# What follows the module's name in the tensors that a weight is loaded from, in that order.
-_PARTS = ("weight", QWEIGHT, PACKED, "qzeros", *(f"weight{end}" for end in _SCALE_ENDS), "scales")
+# What follows the module's name in the tensors that a weight in int4 is loaded from, in that order.
+_INT4_PARTS = (QWEIGHT, PACKED, "qzeros", "weight_scale", "scales")
 
 
 def resolve_model(name: str, role: str) -> Path:
@@ -151,12 +153,16 @@ def _fp8_bytes(info: TensorInfo) -> int:
     return size + size // 32
 
 
-def _names_of_false(answers: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names whose answers, [] bool on one device, are no; waits once for all."""
+def _names_of_false(names: Sequence[str], answers: Sequence[torch.Tensor]) -> list[str]:
+    """Return the names whose answers are no; waits once for all.
+
+    Args:
+        answers: [n] bool each, on one device; of the first n names, of those after them, ...
+    """
     import torch
 
-    are_true = torch.stack([*answers.values()]).tolist() if answers else []
-    return [name for name, is_true in zip(answers, are_true, strict=True) if not is_true]
+    are_true = torch.cat([*answers]).tolist() if answers else []
+    return [name for name, is_true in zip(names, are_true, strict=True) if not is_true]
 
 
 class CheckpointReader:
@@ -197,8 +203,10 @@ class CheckpointReader:
             self._infos[key] = info
         self._reads = TensorReads(device)
         self._loaded: set[str] = set()
-        # Of each weight in FP8, asked at the end: a GPU would stop reading for every answer.
-        self._is_finite: dict[str, torch.Tensor] = {}
+        # Weights in FP8, and whether they hold numbers, see `_names_of_false`. Asked at the end: a
+        # GPU would stop reading for every answer.
+        self._fp8_names: list[str] = []
+        self._are_finite: list[torch.Tensor] = []
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -225,9 +233,15 @@ class CheckpointReader:
 
         This replaces what was said before. An order that is not kept costs time, nothing else.
         """
-        modules = (name.removesuffix("weight") for name in names)
-        parts = (f"{module}{part}" for module in modules for part in _PARTS)
-        self._reads.read_ahead(self._infos[part] for part in parts if part in self._infos)
+        tensors = chain.from_iterable(map(self._tensors_of, names))
+        self._reads.read_ahead(self._infos[name] for name in tensors)
+
+    def _tensors_of(self, name: str) -> list[str]:
+        """Return the tensors of a weight that are worth reading ahead: not the scales of FP8."""
+        if name in self._infos:
+            return [name]
+        module = name.removesuffix("weight")
+        return [f"{module}{part}" for part in _INT4_PARTS if f"{module}{part}" in self._infos]
 
     def load(
         self, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None
@@ -298,7 +312,7 @@ class CheckpointReader:
         info = self._infos.get(name)
         if info is None or info.dtype != FP8_DTYPE:
             return self.load(name, shape)
-        return self._load_quantized(name, shape).dequantized().to(self._dtype)
+        return self.load_quantized(name, shape).dequantized().to(self._dtype)
 
     def load_expert(self, name: str, shape: Sequence[int]) -> torch.Tensor | QuantizedWeight:
         """Return a weight of a routed expert on the device, in FP8 if the checkpoint has it so.
@@ -306,17 +320,8 @@ class CheckpointReader:
         Others are in the dtype, dequantised if need be; see `load_matrix`.
         """
         if self.are_fp8([name]):
-            return self._load_quantized(name, shape)
+            return self.load_quantized(name, shape)
         return self.load_dense(name, shape)
-
-    def load_fp8_into(self, name: str, to: torch.Tensor) -> QuantizedWeight:
-        """Load a weight in FP8, its values into memory for them; see `load_matrix`.
-
-        Args:
-            to: On the device, dense, float8_e4m3fn.
-        Mutates: `to`.
-        """
-        return self._load_quantized(name, to.shape, to)
 
     def load_matrix(self, name: str, shape: Sequence[int]) -> GpuWeight:
         """Return the weight of a projection on the device, in FP8, in int4 or in the dtype.
@@ -330,12 +335,13 @@ class CheckpointReader:
             return self._load_packed(name, shape)
         info = self._infos.get(name)
         if info is not None and info.dtype == FP8_DTYPE:
-            return self._load_quantized(name, shape)
+            return self.load_quantized(name, shape)
         weight = self.load(name, shape)
         if not projections_become_fp8(self._quantization):
             return weight
         quantized = quantize(weight, has_fp8_rows=True)
-        self._is_finite[name] = quantized.is_finite()
+        self._fp8_names.append(name)
+        self._are_finite.append(quantized.is_finite()[None])
         return quantized
 
     def _is_packed(self, name: str) -> bool:
@@ -386,15 +392,66 @@ class CheckpointReader:
         infos = map(self._infos.get, names)
         return all(info is not None and info.dtype == FP8_DTYPE for info in infos)
 
-    def _load_quantized(
-        self, name: str, shape: Sequence[int], to: torch.Tensor | None = None
-    ) -> QuantizedWeight:
-        """Load values and scales, the values into memory for them, if there is some."""
+    def load_quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight:
+        """Load a weight in FP8, see `load_fp8`."""
+        weights = self.load_fp8([name], shape)
+        assert weights is not None, "one weight has scales of one kind"
+        return weights[0]
+
+    def load_fp8(self, names: Sequence[str], shape: Sequence[int]) -> QuantizedExperts | None:
+        """Load weights in FP8 that are alike, with all their scales at once.
+
+        Args:
+            shape: (N, K) of each.
+        Returns: The weights in that order; None: their scales are not alike.
+        Raises: CheckpointError naming a tensor that is missing or mis-shaped; `finish` does, if
+            one holds no numbers.
+        """
         import torch
 
-        from shared.kernels.quantized import QuantizedWeight, spread_scales
+        from shared.kernels.fp8_experts import QuantizedExperts
 
-        values = self._read(self._take(name, shape), torch.float8_e4m3fn, to)
+        infos = [self._take(name, shape) for name in names]
+        scales = self._load_scales(names, shape)
+        if scales is None:
+            return None
+        values = self.empty(len(names), *shape, dtype=torch.float8_e4m3fn)
+        for info, place in zip(infos, values, strict=True):
+            self._read(info, values.dtype, place)
+        weights = QuantizedExperts(
+            values=values,
+            scales=scales,
+            dtype=self._dtype,
+            has_fp8_rows=projections_become_fp8(self._quantization) or self._has_fp8_rows,
+        )
+        self._fp8_names += names
+        self._are_finite.append(weights.are_finite())
+        return weights
+
+    def _load_scales(self, names: Sequence[str], shape: Sequence[int]) -> torch.Tensor | None:
+        """Load the scales of weights in FP8, as QuantizedExperts have them; None: not alike."""
+        import torch
+
+        from shared.kernels.quantized import spread_scales
+
+        parts = []
+        infos = map(self._take_scales, names)
+        for (dtype, stored_shape), group in groupby(infos, lambda info: (info.dtype, info.shape)):
+            alike = list(group)
+            spread = None
+            if dtype in FLOAT_DTYPES:
+                spread = spread_scales(self._reads.read_alike(alike, torch.float32), shape)
+            if spread is None:
+                raise CheckpointError(
+                    f"{self.directory}: scales {alike[0].name!r} are {dtype} of shape "
+                    f"{list(stored_shape)}; a weight of {list(shape)} needs floating-point scales, "
+                    "one, one per row, or one per block of 128 x 128"
+                )
+            parts.append(spread)
+        return torch.cat(parts) if len({part.shape[1:] for part in parts}) == 1 else None
+
+    def _take_scales(self, name: str) -> TensorInfo:
+        """Return where the scales of a weight in FP8 are."""
         found = [f"{name}{end}" for end in _SCALE_ENDS if f"{name}{end}" in self._infos]
         if len(found) != 1:
             ends = " or ".join(_SCALE_ENDS)
@@ -402,21 +459,7 @@ class CheckpointReader:
                 f"{self.directory}: {name!r} is {FP8_DTYPE}, and needs one tensor of scales, of "
                 f"the same name and {ends}; there are {len(found)}"
             )
-        info = self._take(found[0], self._infos[found[0]].shape)
-        stored = self._read(info, torch.float32)
-        scales = spread_scales(stored, values.shape) if info.dtype in FLOAT_DTYPES else None
-        if scales is None:
-            raise CheckpointError(
-                f"{self.directory}: scales {info.name!r} are {info.dtype} of shape "
-                f"{list(info.shape)}; a weight of {list(shape)} needs floating-point scales, one, "
-                "one per row, or one per block of 128 x 128"
-            )
-        has_fp8_rows = projections_become_fp8(self._quantization) or self._has_fp8_rows
-        weight = QuantizedWeight(
-            values=values, scales=scales, dtype=self._dtype, has_fp8_rows=has_fp8_rows
-        )
-        self._is_finite[name] = weight.is_finite()
-        return weight
+        return self._take(found[0], self._infos[found[0]].shape)
 
     def load_bytes(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Return a tensor of bytes on the device, u8.
@@ -455,7 +498,7 @@ class CheckpointReader:
         Raises: CheckpointError naming the tensors that are left over, or one that holds NaN or
             infinity, which kernels would take for numbers.
         """
-        broken = _names_of_false(self._is_finite)
+        broken = _names_of_false(self._fp8_names, self._are_finite)
         if broken:
             raise CheckpointError(
                 f"{self.directory}: tensor {self._infos[broken[0]].name!r} or its scales hold NaN "

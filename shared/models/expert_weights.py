@@ -10,7 +10,7 @@ import torch
 
 from shared.errors import CheckpointError
 from shared.kernels.expert_products_cpu import ExpertForm, ExpertWeights, hold_experts, hold_mxfp4
-from shared.kernels.fp8_experts import join_fp8
+from shared.kernels.fp8_experts import join_rows
 from shared.kernels.mxfp4 import MXFP4_BLOCK, has_numbers
 from shared.kernels.quantized import GpuWeight, QuantizedWeight, stack_rows
 from shared.models.checkpoint import CheckpointReader
@@ -87,20 +87,14 @@ def _load_fp8(
     hidden_size: int,
 ) -> LoadedExperts:
     """Load experts in FP8, as `_load_plain` does others."""
-    num_experts, width = config.num_experts, config.width
-    held = []
-    for names, shape in (
-        (in_order[: 2 * num_experts], (2, width, hidden_size)),
-        (in_order[2 * num_experts :], (1, hidden_size, width)),
-    ):
-        values = reader.empty(num_experts, *shape, dtype=torch.float8_e4m3fn)
-        places = values.flatten(0, 1)
-        weights = [reader.load_fp8_into(*one) for one in zip(names, places, strict=True)]
-        experts = join_fp8(values, weights, shape[0])
-        if experts is None:
-            raise _unlike(reader, prefix)
-        held.append(experts)
-    return LoadedExperts(gate_up=held[0], down=held[1], form=_form(config))
+    num_gate_ups = 2 * config.num_experts
+    gate_up = reader.load_fp8(in_order[:num_gate_ups], (config.width, hidden_size))
+    if gate_up is None:
+        raise _unlike(reader, prefix)
+    down = reader.load_fp8(in_order[num_gate_ups:], (hidden_size, config.width))
+    if down is None:
+        raise _unlike(reader, prefix)
+    return LoadedExperts(gate_up=join_rows(gate_up, 2), down=down, form=_form(config))
 
 
 def _gate_ups(

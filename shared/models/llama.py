@@ -222,7 +222,7 @@ def load_head(
     shape, is_fp8 = (config.vocab_size, config.hidden_size), reader.are_fp8([HEAD])
     if not config.is_tied:
         if is_fp8:
-            return reader.load_fp8_into(HEAD, reader.empty(*shape, dtype=torch.float8_e4m3fn))
+            return reader.load_quantized(HEAD, shape)
         return reader.load(HEAD, shape)
     if embedding is None:
         embedding = load_embedding(reader, config)

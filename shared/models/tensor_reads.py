@@ -13,7 +13,7 @@ import contextvars
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -161,28 +161,51 @@ class TensorReads:
         Raises: CheckpointError naming a tensor that cannot be read.
         Mutates: `to`.
         """
-        try:
+        with _named_errors(info):
             if info.is_pickled:
                 tensor = self._opened(info, dtype)
+                to = tensor if to is None else to.copy_(tensor)
             else:
                 stored = _stored_dtype(info)
-                if self._staged is None:
-                    tensor = self._copied(info, stored, dtype)
-                else:
-                    if to is not None and to.dtype is stored:
-                        tensor = to
-                    else:
-                        tensor = torch.empty(info.shape, dtype=stored, device=self._device)
-                    self._staged.read(info, tensor.view(-1).view(torch.uint8))
-                    tensor = tensor.to(dtype or stored)
-            if to is not None and tensor is not to:
-                tensor = to.copy_(tensor)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{info.file}: {info.name!r} is not readable: {error}") from error
-        on_read = _on_read.get()
-        if on_read is not None:
-            on_read(info.end - info.start)
-        return tensor
+                if to is None:
+                    to = torch.empty(info.shape, dtype=dtype or stored, device=self._device)
+                self._read_to(info, stored, to)
+        _report(info.end - info.start)
+        return to
+
+    def read_alike(self, infos: Sequence[TensorInfo], dtype: torch.dtype) -> torch.Tensor:
+        """Return small tensors on the device, which one copy takes there.
+
+        Args:
+            infos: Of one dtype and shape, all or none of them pickled.
+            dtype: What they become.
+        Returns: [n, *shape].
+        Raises: CheckpointError naming a tensor that cannot be read.
+        """
+        first = infos[0]
+        if first.is_pickled:
+            return torch.stack([self.read(info, dtype) for info in infos])
+        stored = _stored_dtype(first)
+        is_gpu = self._device.type == "cuda"
+        values = torch.empty((len(infos), *first.shape), dtype=stored, pin_memory=is_gpu)
+        memory = _bytes_of(values.view(-1))
+        size = first.end - first.start
+        for i, info in enumerate(infos):
+            with _named_errors(info):
+                self._fill(memory[i * size : (i + 1) * size], info, info.start)
+        _report(len(memory))
+        return values.to(self._device, non_blocking=True).to(dtype)
+
+    def _read_to(self, info: TensorInfo, stored: torch.dtype, to: torch.Tensor) -> None:
+        """Read a tensor whose bytes are copied. Mutates: `to`."""
+        if self._staged is None:
+            self._copy(info, stored, to)
+            return
+        is_whole = to.dtype is stored
+        tensor = to if is_whole else torch.empty(info.shape, dtype=stored, device=self._device)
+        self._staged.read(info, tensor.view(-1).view(torch.uint8))
+        if not is_whole:
+            to.copy_(tensor)
 
     def _opened(self, info: TensorInfo, dtype: torch.dtype | None) -> torch.Tensor:
         """Return a tensor that a library reads."""
@@ -194,19 +217,16 @@ class TensorReads:
         is_view = self._device.type == "cpu"
         return tensor.to(device=self._device, dtype=dtype or tensor.dtype, copy=is_view)
 
-    def _copied(
-        self, info: TensorInfo, stored: torch.dtype, dtype: torch.dtype | None
-    ) -> torch.Tensor:
-        """Return a tensor whose bytes are copied."""
-        tensor = torch.empty(info.shape, dtype=dtype or stored)
-        values, size = tensor.view(-1), stored.itemsize
+    def _copy(self, info: TensorInfo, stored: torch.dtype, to: torch.Tensor) -> None:
+        """Let threads copy a tensor, each its share. Mutates: `to`."""
+        values, size = to.view(-1), stored.itemsize
         most = self._piece_values
 
         def copy(begin: int, end: int) -> None:
-            if tensor.dtype is stored:
+            if to.dtype is stored:
                 self._fill(_bytes_of(values[begin:end]), info, info.start + begin * size)
                 return
-            with torch.inference_mode(tensor.is_inference()):  # which is a thread's own
+            with torch.inference_mode(to.is_inference()):  # which is a thread's own
                 piece = torch.empty(min(most, end - begin), dtype=stored)
                 for first in range(begin, end, most):
                     part = values[first : min(first + most, end)]
@@ -214,7 +234,6 @@ class TensorReads:
                     part.copy_(piece[: len(part)])
 
         self._share_out(copy, len(values), size)
-        return tensor
 
     def _share_out(self, copy: Callable[[int, int], None], num_values: int, size: int) -> None:
         """Let threads copy values of so many bytes, each its share from one place to another."""
@@ -237,6 +256,22 @@ class TensorReads:
             if not num_read:
                 raise CheckpointError(f"{info.file} ended within {info.name!r}, while it was read")
             part, offset = part[num_read:], offset + num_read
+
+
+@contextlib.contextmanager
+def _named_errors(info: TensorInfo) -> Iterator[None]:
+    """Let errors of a file say which tensor was read."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{info.file}: {info.name!r} is not readable: {error}") from error
+
+
+def _report(num_bytes: int) -> None:
+    """Tell `report_reads` of bytes that have been read."""
+    on_read = _on_read.get()
+    if on_read is not None:
+        on_read(num_bytes)
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:

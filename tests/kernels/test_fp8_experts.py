@@ -35,7 +35,7 @@ def random_experts(
         else:
             blocks = [-(-width // 128) for width in (width_n, width_k)]
             scales = 2.0 ** torch.randint(-3, 4, blocks) * (1 + torch.rand(blocks)) / 64
-            spread = spread_scales(scales, matrix.shape)
+            spread = spread_scales(scales[None], matrix.shape)
             assert spread is not None
             values = (
                 matrix
@@ -43,7 +43,7 @@ def random_experts(
             )
             weight = QuantizedWeight(
                 values=values.clamp(-448, 448).to(torch.float8_e4m3fn).to(device),
-                scales=spread.to(device),
+                scales=spread[0].to(device),
                 dtype=dtype,
             )
         # One block of K is no more than a scale per output.

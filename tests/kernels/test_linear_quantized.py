@@ -154,18 +154,19 @@ def test_rows_are_stacked_and_moved_with_their_scales(device: torch.device) -> N
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (200,), (200, 1), (2, 3)])
 def test_scales_of_checkpoints_are_spread_over_rows(shape: tuple[int, ...]) -> None:
     width_n, width_k = 200, 300
-    scales = torch.rand(shape) + 0.1
-    spread = spread_scales(scales, torch.Size((width_n, width_k)))
-    assert spread is not None
+    stored = torch.rand(2, *shape) + 0.1
+    all_spread = spread_scales(stored, (width_n, width_k))
+    assert all_spread is not None
     values = torch.ones(width_n, width_k).to(torch.float8_e4m3fn)
-    got = QuantizedWeight(values=values, scales=spread, dtype=torch.float32).dequantized()
-    for n, k in ((0, 0), (127, 128), (128, 127), (199, 299)):
-        if shape == (2, 3):
-            want = scales[n // 128, k // 128]
-        else:
-            want = scales.flatten()[n if scales.numel() > 1 else 0]
-        assert got[n, k] == want
-    assert spread_scales(torch.ones(3, 2), torch.Size((width_n, width_k))) is None
+    for scales, spread in zip(stored, all_spread, strict=True):
+        got = QuantizedWeight(values=values, scales=spread, dtype=torch.float32).dequantized()
+        for n, k in ((0, 0), (127, 128), (128, 127), (199, 299)):
+            if shape == (2, 3):
+                want = scales[n // 128, k // 128]
+            else:
+                want = scales.flatten()[n if scales.numel() > 1 else 0]
+            assert got[n, k] == want
+    assert spread_scales(torch.ones(1, 3, 2), (width_n, width_k)) is None
 
 
 @pytest.mark.parametrize("width_k", [4096, 1024])
