@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -207,14 +207,14 @@ class InflatedReader(CheckpointReader):
         )
         self._recipes = recipes
 
-    def read_ahead(self, names: Iterable[str]) -> None:
+    def read_ahead(self, stacks: Iterable[Sequence[str]]) -> None:
         """Do nothing: there is nothing to read."""
 
-    def _read(
-        self, info: TensorInfo, dtype: torch.dtype, to: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        tensor = self._recipes[info.name].make(info.name, self._device).to(dtype)
-        return tensor if to is None else to.copy_(tensor)
+    def _read_stack(self, infos: Sequence[TensorInfo], dtype: torch.dtype | None) -> torch.Tensor:
+        values = torch.empty((len(infos), *infos[0].shape), dtype=dtype, device=self._device)
+        for info, to in zip(infos, values, strict=True):
+            to.copy_(self._recipes[info.name].make(info.name, self._device))
+        return values
 
 
 def inflate_pair(shape: Shape, target_dir: Path, head_dir: Path) -> tuple[Checkpoint, Checkpoint]:

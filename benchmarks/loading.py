@@ -122,7 +122,7 @@ def staged_ways(directory: Path, device: torch.device) -> Ways:
     def by_reads(*, is_ahead: bool) -> None:
         reads = TensorReads(device, stage_bytes=_STAGE_BYTES)
         if is_ahead:
-            reads.read_ahead(infos)
+            reads.read_ahead([info] for info in infos)
         for info in infos:
             reads.read(info, None)
         reads.close()

@@ -151,7 +151,7 @@ class RandomReader(CheckpointReader):
         self._infos = {}
         self._generator = torch.Generator(device=device).manual_seed(0)
 
-    def read_ahead(self, names: Iterable[str]) -> None:
+    def read_ahead(self, stacks: Iterable[Sequence[str]]) -> None:
         """Do nothing: there is nothing to read."""
 
     def load(

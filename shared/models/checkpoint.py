@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -228,20 +228,24 @@ class CheckpointReader:
         """Return the shape of a tensor that is in `names`."""
         return self._infos[name].shape
 
-    def read_ahead(self, names: Iterable[str]) -> None:
+    def read_ahead(self, stacks: Iterable[Sequence[str]]) -> None:
         """Say which weights will be loaded next, in order, so that their bytes come sooner.
 
         This replaces what was said before. An order that is not kept costs time, nothing else.
-        """
-        tensors = chain.from_iterable(map(self._tensors_of, names))
-        self._reads.read_ahead(self._infos[name] for name in tensors)
 
-    def _tensors_of(self, name: str) -> list[str]:
-        """Return the tensors of a weight that are worth reading ahead: not the scales of FP8."""
-        if name in self._infos:
-            return [name]
-        module = name.removesuffix("weight")
-        return [f"{module}{part}" for part in _INT4_PARTS if f"{module}{part}" in self._infos]
+        Args:
+            stacks: What each call will load: one weight, or those of a stack. Scales of FP8 are
+                few bytes, and read when they are asked for.
+        """
+        self._reads.read_ahead(stack for names in stacks for stack in self._stored_stacks(names))
+
+    def _stored_stacks(self, names: Sequence[str]) -> list[list[TensorInfo]]:
+        """Return the tensors that weights are loaded from, by calls that read them."""
+        if all(name in self._infos for name in names):
+            return [[self._infos[name] for name in names]]
+        modules = [name.removesuffix("weight") for name in names]
+        parts = [f"{module}{part}" for module in modules for part in _INT4_PARTS]
+        return [[self._infos[part]] for part in parts if part in self._infos]
 
     def load(
         self, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None
@@ -255,20 +259,16 @@ class CheckpointReader:
         """
         return self._read(self._take_float(name, shape), dtype or self._dtype)
 
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return memory on the device, in a dtype or the reader's."""
+    def load_stack(self, names: Sequence[str], shape: Sequence[int]) -> torch.Tensor:
+        """Return floating-point tensors of one shape as one, [n, *shape]; see `load`."""
+        infos = [self._take_float(name, shape) for name in names]
+        return self._read_stack(infos, self._dtype)
+
+    def packs_weights(self) -> bool:
+        """Return whether weights are packed for products before they are used; on a CPU."""
         import torch
 
-        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
-
-    def load_into(self, name: str, to: torch.Tensor) -> None:
-        """Load a floating-point tensor into memory for it; see `load`.
-
-        Args:
-            to: On the device, dense, in the reader's dtype.
-        Mutates: `to`.
-        """
-        self._read(self._take_float(name, to.shape), to.dtype, to)
+        return self.products.packs(torch.empty(0, dtype=self._dtype, device=self._device))
 
     def are_float(self, names: Iterable[str]) -> bool:
         """Return whether tensors are there, and of no quantised weights."""
@@ -415,11 +415,8 @@ class CheckpointReader:
         scales = self._load_scales(names, shape)
         if scales is None:
             return None
-        values = self.empty(len(names), *shape, dtype=torch.float8_e4m3fn)
-        for info, place in zip(infos, values, strict=True):
-            self._read(info, values.dtype, place)
         weights = QuantizedExperts(
-            values=values,
+            values=self._read_stack(infos, torch.float8_e4m3fn),
             scales=scales,
             dtype=self._dtype,
             has_fp8_rows=projections_become_fp8(self._quantization) or self._has_fp8_rows,
@@ -440,7 +437,7 @@ class CheckpointReader:
             alike = list(group)
             spread = None
             if dtype in FLOAT_DTYPES:
-                spread = spread_scales(self._reads.read_alike(alike, torch.float32), shape)
+                spread = spread_scales(self._read_stack(alike, None).float(), shape)
             if spread is None:
                 raise CheckpointError(
                     f"{self.directory}: scales {alike[0].name!r} are {dtype} of shape "
@@ -556,7 +553,8 @@ class CheckpointReader:
             )
         return info
 
-    def _read(
-        self, info: TensorInfo, dtype: torch.dtype | None, to: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return self._reads.read(info, dtype, to)
+    def _read(self, info: TensorInfo, dtype: torch.dtype | None) -> torch.Tensor:
+        return self._read_stack([info], dtype)[0]
+
+    def _read_stack(self, infos: Sequence[TensorInfo], dtype: torch.dtype | None) -> torch.Tensor:
+        return self._reads.read_stack(infos, dtype)

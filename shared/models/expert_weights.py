@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 
@@ -41,68 +40,66 @@ def load_expert_weights(
         return _load_fused(reader, f"{prefix}.experts", config, hidden_size)
     names, num_experts = config.tensors, config.num_experts
     experts = [f"{prefix}.experts.{expert}" for expert in range(num_experts)]
-    in_order = [f"{expert}.{name}" for expert in experts for name in (names.gate, names.up)]
-    in_order += [f"{expert}.{names.down}" for expert in experts]
-    in_order = [f"{module}.weight" for module in in_order]
-    reader.read_ahead(in_order)
-    if not reader.products.packs(reader.empty(0)):
-        if reader.are_float(in_order):
-            return _load_plain(reader, in_order, config, hidden_size)
-        if reader.are_fp8(in_order):
-            return _load_fp8(reader, prefix, in_order, config, hidden_size)
-    gate_ups = _gate_ups(reader, experts, (names.gate, names.up), (config.width, hidden_size))
-    downs = (
-        reader.load_expert(f"{expert}.{names.down}.weight", (hidden_size, config.width))
-        for expert in experts
-    )
+    gate_ups = [f"{expert}.{name}.weight" for expert in experts for name in (names.gate, names.up)]
+    downs = [f"{expert}.{names.down}.weight" for expert in experts]
+    if not reader.packs_weights():
+        if reader.are_float([*gate_ups, *downs]):
+            return _load_plain(reader, gate_ups, downs, config, hidden_size)
+        if reader.are_fp8([*gate_ups, *downs]):
+            return _load_fp8(reader, prefix, gate_ups, downs, config, hidden_size)
+    reader.read_ahead([name] for name in [*gate_ups, *downs])
+    shape = (config.width, hidden_size)
+    gate_up = _alike(reader, prefix, _gate_ups(reader, gate_ups, shape))
+    down = _alike(reader, prefix, (reader.load_expert(name, shape[::-1]) for name in downs))
     return LoadedExperts(
-        gate_up=hold_experts(reader.products, _alike(reader, prefix, gate_ups), num_experts),
-        down=hold_experts(reader.products, _alike(reader, prefix, downs), num_experts),
+        gate_up=hold_experts(reader.products, gate_up, num_experts),
+        down=hold_experts(reader.products, down, num_experts),
         form=_form(config),
     )
 
 
 def _load_plain(
-    reader: CheckpointReader, in_order: Sequence[str], config: ExpertsConfig, hidden_size: int
+    reader: CheckpointReader,
+    gate_ups: Sequence[str],
+    downs: Sequence[str],
+    config: ExpertsConfig,
+    hidden_size: int,
 ) -> LoadedExperts:
     """Load experts in the dtype to where they stay.
 
     Args:
-        in_order: Names of gate and up of each expert, then those of down.
+        gate_ups: Names of gate and up of each expert.
     """
-    num_experts, width = config.num_experts, config.width
-    gate_up = reader.empty(num_experts, 2, width, hidden_size)
-    down = reader.empty(num_experts, hidden_size, width)
-    places = chain(gate_up.flatten(0, 1), down)
-    for name, place in zip(in_order, places, strict=True):
-        reader.load_into(name, place)
-    return LoadedExperts(gate_up=gate_up.flatten(1, 2), down=down, form=_form(config))
+    reader.read_ahead([gate_ups, downs])
+    gate_up = reader.load_stack(gate_ups, (config.width, hidden_size))
+    down = reader.load_stack(downs, (hidden_size, config.width))
+    gate_up = gate_up.unflatten(0, (-1, 2)).flatten(1, 2)
+    return LoadedExperts(gate_up=gate_up, down=down, form=_form(config))
 
 
 def _load_fp8(
     reader: CheckpointReader,
     prefix: str,
-    in_order: Sequence[str],
+    gate_ups: Sequence[str],
+    downs: Sequence[str],
     config: ExpertsConfig,
     hidden_size: int,
 ) -> LoadedExperts:
     """Load experts in FP8, as `_load_plain` does others."""
-    num_gate_ups = 2 * config.num_experts
-    gate_up = reader.load_fp8(in_order[:num_gate_ups], (config.width, hidden_size))
-    if gate_up is None:
-        raise _unlike(reader, prefix)
-    down = reader.load_fp8(in_order[num_gate_ups:], (hidden_size, config.width))
-    if down is None:
+    reader.read_ahead([gate_ups, downs])
+    gate_up = reader.load_fp8(gate_ups, (config.width, hidden_size))
+    down = reader.load_fp8(downs, (hidden_size, config.width))
+    if gate_up is None or down is None:
         raise _unlike(reader, prefix)
     return LoadedExperts(gate_up=join_rows(gate_up, 2), down=down, form=_form(config))
 
 
 def _gate_ups(
-    reader: CheckpointReader, modules: list[str], names: tuple[str, str], shape: tuple[int, int]
+    reader: CheckpointReader, names: Sequence[str], shape: tuple[int, int]
 ) -> Iterator[GpuWeight | None]:
-    """Load the gate of each module above its up; None: they are not in one form."""
-    for module in modules:
-        yield stack_rows([reader.load_expert(f"{module}.{name}.weight", shape) for name in names])
+    """Load the gate of each expert above its up; None: they are not in one form."""
+    for gate, up in zip(names[::2], names[1::2], strict=True):
+        yield stack_rows([reader.load_expert(name, shape) for name in (gate, up)])
 
 
 def _alike(

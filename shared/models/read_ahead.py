@@ -1,7 +1,9 @@
 """Bytes of files on their way to a GPU: threads put them into memory that it reads by itself.
 
-A tensor that is announced is read while those before it are sent, and sent when it is asked for.
-A large one is read in parts, by all threads at once, and each part is sent when it is there.
+Tensors that are announced are read while those before them are sent, and sent when they are asked
+for. Large ones are read in parts, by all threads at once, and each part is sent when it is there.
+Small ones that will lie beside each other are parts of one stack: their number costs next to
+nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
@@ -21,16 +24,37 @@ _NUM_KEPT = 8
 _ALIGNMENT = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Tensors of one dtype and shape that become one, in order."""
+
+    infos: tuple[TensorInfo, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.infos[0])  # tells nearly all apart; a layer's experts are hundreds
+
+    @property
+    def item_bytes(self) -> int:
+        """Return the bytes of each tensor."""
+        return self.infos[0].end - self.infos[0].start
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return len(self.infos) * self.item_bytes
+
+
 class ReadAhead:
-    """Reads tensors through stages, which are made as they are needed.
+    """Reads stacks of tensors through stages, which are made as they are needed.
 
     Args:
         device: Where tensors go.
         pool: The threads that read.
         num_threads: Of the pool.
-        fill: What a thread calls: fill memory with a tensor's bytes, from an offset of its file on.
+        fill: What a thread calls: fill memory with a stack's bytes, from an offset of them on.
+        report: Is told how many bytes have been sent.
         stage_bytes: Of a stage.
-        min_share_bytes: What one thread reads at least of a tensor that fits into a stage or more.
+        min_share_bytes: What one thread reads at least of a stack that fits into a stage or more.
     """
 
     def __init__(
@@ -38,7 +62,8 @@ class ReadAhead:
         device: torch.device,
         pool: ThreadPoolExecutor,
         num_threads: int,
-        fill: Callable[[memoryview, TensorInfo, int], None],
+        fill: Callable[[memoryview, Stack, int], None],
+        report: Callable[[int], None],
         *,
         stage_bytes: int,
         min_share_bytes: int,
@@ -47,76 +72,81 @@ class ReadAhead:
         self._pool = pool
         self._num_threads = num_threads
         self._fill = fill
+        self._report = report
         self._stage_bytes = stage_bytes
         self._min_share_bytes = min_share_bytes
         self._num_made = 0
         self._free: deque[_Stage] = deque()  # as they were sent, the oldest first
-        self._announced: dict[TensorInfo, None] = {}  # in order, not or not wholly begun
-        self._begun: dict[TensorInfo, deque[_Part]] = {}
+        self._announced: dict[Stack, None] = {}  # in order, not or not wholly begun
+        self._begun: dict[Stack, deque[_Part]] = {}
 
-    def read_ahead(self, infos: Iterable[TensorInfo]) -> None:
-        """Announce which tensors are read next, in order, instead of those announced before."""
+    def read_ahead(self, stacks: Iterable[Stack]) -> None:
+        """Announce which stacks are read next, in order, instead of those announced before."""
         for parts in self._begun.values():
             self._drop(parts)
         self._begun.clear()
-        self._announced = dict.fromkeys(info for info in infos if info.end > info.start)
+        self._announced = dict.fromkeys(stack for stack in stacks if stack.num_bytes)
         self._go_ahead()
 
-    def read(self, info: TensorInfo, to: torch.Tensor) -> None:
-        """Send the bytes of a tensor.
+    def read(self, stack: Stack, stored: torch.dtype, to: torch.Tensor) -> None:
+        """Send the values of a stack.
 
+        Args:
+            stored: Their dtype in the file.
         Raises: What `fill` raised.
-        Mutates: `to`, [num_bytes] u8, once the device comes to it.
+        Mutates: `to`, [num_values] of any dtype, once the device comes to it.
         """
-        self._announced.pop(info, None)
-        parts = self._begun.pop(info, deque())
-        bounds = self._bounds(info)
+        self._announced.pop(stack, None)
+        parts = self._begun.pop(stack, deque())
+        bounds = self._bounds(stack)
         if len(bounds) == 1 and not parts:
-            self._read_here(info, to)
+            self._read_here(stack, stored, to)
             return
         num_begun = len(parts)
         try:
             for begin, end in bounds:
                 while num_begun < len(bounds) and self._num_free:
-                    parts.append(self._begin(info, *bounds[num_begun]))
+                    parts.append(self._begin(stack, *bounds[num_begun]))
                     num_begun += 1
                 stage, filled = parts[0]
                 filled.result()
-                stage.send(to[begin:end])
+                stage.send(stored, to[begin // stored.itemsize : end // stored.itemsize])
+                self._report(end - begin)
                 self._free.append(stage)
                 parts.popleft()
                 self._go_ahead()
         finally:
             self._drop(parts)
 
-    def _read_here(self, info: TensorInfo, to: torch.Tensor) -> None:
+    def _read_here(self, stack: Stack, stored: torch.dtype, to: torch.Tensor) -> None:
         """Read what one thread reads anyway: that is sooner done than handed over."""
         stage = self._take()
         try:
-            self._fill(stage.memory[: len(to)], info, info.start)
-            stage.send(to)
+            self._fill(stage.memory[: stack.num_bytes], stack, 0)
+            stage.send(stored, to)
+            self._report(stack.num_bytes)
         finally:
             self._free.append(stage)
 
     def _go_ahead(self) -> None:
         """Begin what is announced, in as many stages as there are for it."""
         while self._announced and self._num_free > _NUM_KEPT:
-            info = next(iter(self._announced))
-            parts = self._begun.setdefault(info, deque())
-            bounds = self._bounds(info)
-            parts.append(self._begin(info, *bounds[len(parts)]))
+            stack = next(iter(self._announced))
+            parts = self._begun.setdefault(stack, deque())
+            bounds = self._bounds(stack)
+            parts.append(self._begin(stack, *bounds[len(parts)]))
             if len(parts) == len(bounds):
-                del self._announced[info]
+                del self._announced[stack]
 
-    def _begin(self, info: TensorInfo, begin: int, end: int) -> _Part:
-        """Let a thread read the bytes [begin, end) of a tensor."""
+    def _begin(self, stack: Stack, begin: int, end: int) -> _Part:
+        """Let a thread read the bytes [begin, end) of a stack."""
         stage = self._take()
         memory = stage.memory[: end - begin]
-        return stage, self._pool.submit(self._fill, memory, info, info.start + begin)
+        return stage, self._pool.submit(self._fill, memory, stack, begin)
 
-    def _bounds(self, info: TensorInfo) -> list[tuple[int, int]]:
-        """Return the parts of a tensor, such that all threads are busy until its end."""
-        size = info.end - info.start
+    def _bounds(self, stack: Stack) -> list[tuple[int, int]]:
+        """Return the parts of a stack, such that all threads are busy until its end."""
+        size = stack.num_bytes
         least = -(-size // self._stage_bytes)
         most = -(-least // self._num_threads) * self._num_threads
         count = min(most, max(least, size // self._min_share_bytes))
@@ -164,9 +194,13 @@ class _Stage:
         self._stream = torch.cuda.current_stream(device) if is_gpu else None
         self.memory = memoryview(self._values.numpy().data)
 
-    def send(self, to: torch.Tensor) -> None:
-        """Let the device read the first bytes. Mutates: `to`."""
-        to.copy_(self._values[: len(to)], non_blocking=True)
+    def send(self, stored: torch.dtype, to: torch.Tensor) -> None:
+        """Let the device read the first values, and convert them. Mutates: `to`."""
+        values = self._values[: len(to) * stored.itemsize]
+        if to.dtype is stored:
+            to.view(torch.uint8).copy_(values, non_blocking=True)
+        else:
+            to.copy_(values.to(to.device, non_blocking=True).view(stored))
         if self._read is not None:
             self._read.record(self._stream)
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from shared.errors import CheckpointError
 from shared.models import pickled
-from shared.models.read_ahead import ReadAhead
+from shared.models.read_ahead import ReadAhead, Stack
 from shared.models.tensor_files import TensorInfo
 
 REPORT_INTERVAL_S = 1.0
@@ -122,7 +123,8 @@ class TensorReads:
                 device,
                 self._pool,
                 self._num_threads,
-                self._fill,
+                self._fill_stacked,
+                _report,
                 stage_bytes=stage_bytes,
                 min_share_bytes=min_share_bytes,
             )
@@ -142,77 +144,64 @@ class TensorReads:
         self._files.clear()
         self._descriptors.clear()
 
-    def read_ahead(self, infos: Iterable[TensorInfo]) -> None:
-        """Say which tensors will be asked for next, in order, so that threads begin with them.
+    def read_ahead(self, stacks: Iterable[Sequence[TensorInfo]]) -> None:
+        """Say what will be asked for next, in order, so that threads begin with it.
 
         This replaces what was said before. An order that is not kept costs time, nothing else.
+
+        Args:
+            stacks: What each call will be asked for: one tensor, or those of a stack.
         """
         if self._staged is not None:
-            self._staged.read_ahead(info for info in infos if not info.is_pickled)
+            stored = (infos for infos in stacks if not infos[0].is_pickled)
+            self._staged.read_ahead(chain.from_iterable(map(_alike, stored)))
 
-    def read(
-        self, info: TensorInfo, dtype: torch.dtype | None, to: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def read(self, info: TensorInfo, dtype: torch.dtype | None) -> torch.Tensor:
         """Return a tensor on the device.
 
         Args:
             dtype: What it becomes; None: what it is.
-            to: Memory for it, of its shape, dense and in `dtype`; None: memory of its own.
         Raises: CheckpointError naming a tensor that cannot be read.
-        Mutates: `to`.
         """
-        with _named_errors(info):
-            if info.is_pickled:
-                tensor = self._opened(info, dtype)
-                to = tensor if to is None else to.copy_(tensor)
-            else:
-                stored = _stored_dtype(info)
-                if to is None:
-                    to = torch.empty(info.shape, dtype=dtype or stored, device=self._device)
-                self._read_to(info, stored, to)
-        _report(info.end - info.start)
-        return to
+        return self.read_stack([info], dtype)[0]
 
-    def read_alike(self, infos: Sequence[TensorInfo], dtype: torch.dtype) -> torch.Tensor:
-        """Return small tensors on the device, which one copy takes there.
+    def read_stack(self, infos: Sequence[TensorInfo], dtype: torch.dtype | None) -> torch.Tensor:
+        """Return tensors of one shape on the device, as one.
 
         Args:
-            infos: Of one dtype and shape, all or none of them pickled.
-            dtype: What they become.
+            infos: n > 0 of them; all or none are pickled.
+            dtype: What they become; None: what the first one is.
         Returns: [n, *shape].
         Raises: CheckpointError naming a tensor that cannot be read.
         """
-        first = infos[0]
-        if first.is_pickled:
-            return torch.stack([self.read(info, dtype) for info in infos])
-        stored = _stored_dtype(first)
-        is_gpu = self._device.type == "cuda"
-        values = torch.empty((len(infos), *first.shape), dtype=stored, pin_memory=is_gpu)
-        memory = _bytes_of(values.view(-1))
-        size = first.end - first.start
-        for i, info in enumerate(infos):
-            with _named_errors(info):
-                self._fill(memory[i * size : (i + 1) * size], info, info.start)
-        _report(len(memory))
-        return values.to(self._device, non_blocking=True).to(dtype)
-
-    def _read_to(self, info: TensorInfo, stored: torch.dtype, to: torch.Tensor) -> None:
-        """Read a tensor whose bytes are copied. Mutates: `to`."""
-        if self._staged is None:
-            self._copy(info, stored, to)
-            return
-        is_whole = to.dtype is stored
-        tensor = to if is_whole else torch.empty(info.shape, dtype=stored, device=self._device)
-        self._staged.read(info, tensor.view(-1).view(torch.uint8))
-        if not is_whole:
-            to.copy_(tensor)
+        if infos[0].is_pickled:
+            opened = [self._opened(info, dtype) for info in infos]
+            return opened[0][None] if len(opened) == 1 else torch.stack(opened)
+        if dtype is None:
+            dtype = _stored_dtype(infos[0])
+        values = torch.empty((len(infos), *infos[0].shape), dtype=dtype, device=self._device)
+        done = 0
+        for stack in _alike(infos):
+            stored = _stored_dtype(stack.infos[0])
+            to = values[done : done + len(stack.infos)]
+            if self._staged is not None:
+                self._staged.read(stack, stored, to.view(-1))
+            else:
+                for info, one in zip(stack.infos, to, strict=True):
+                    self._copy(info, stored, one)
+            done += len(stack.infos)
+        return values
 
     def _opened(self, info: TensorInfo, dtype: torch.dtype | None) -> torch.Tensor:
         """Return a tensor that a library reads."""
-        if info.file not in self._files:
-            file = open_weights(info.file, str(self._device))
-            self._files[info.file] = file.__enter__()
-        tensor: torch.Tensor = self._files[info.file].get_tensor(info.name)
+        try:
+            if info.file not in self._files:
+                file = open_weights(info.file, str(self._device))
+                self._files[info.file] = file.__enter__()
+            tensor: torch.Tensor = self._files[info.file].get_tensor(info.name)
+        except (SafetensorError, OSError) as error:
+            raise _not_readable(info, error) from error
+        _report(info.end - info.start)
         # On a CPU it is a view of the mapped file, which ends with it.
         is_view = self._device.type == "cpu"
         return tensor.to(device=self._device, dtype=dtype or tensor.dtype, copy=is_view)
@@ -234,6 +223,7 @@ class TensorReads:
                     part.copy_(piece[: len(part)])
 
         self._share_out(copy, len(values), size)
+        _report(info.end - info.start)
 
     def _share_out(self, copy: Callable[[int, int], None], num_values: int, size: int) -> None:
         """Let threads copy values of so many bytes, each its share from one place to another."""
@@ -245,26 +235,41 @@ class TensorReads:
         for _ in self._pool.map(copy, bounds[:-1], bounds[1:]):
             pass
 
+    def _fill_stacked(self, part: memoryview, stack: Stack, offset: int) -> None:
+        """Copy bytes of a stack from an offset on. Mutates: `part`, all of it."""
+        while part:
+            index, begin = divmod(offset, stack.item_bytes)
+            info = stack.infos[index]
+            count = min(len(part), stack.item_bytes - begin)
+            self._fill(part[:count], info, info.start + begin)
+            part, offset = part[count:], offset + count
+
     def _fill(self, part: memoryview, info: TensorInfo, offset: int) -> None:
         """Copy bytes of a file from an offset on. Mutates: `part`, all of it."""
-        with self._lock:
-            if info.file not in self._descriptors:
-                self._descriptors[info.file] = os.open(info.file, os.O_RDONLY)
-            descriptor = self._descriptors[info.file]
-        while part:
-            num_read = os.preadv(descriptor, [part], offset)
-            if not num_read:
-                raise CheckpointError(f"{info.file} ended within {info.name!r}, while it was read")
-            part, offset = part[num_read:], offset + num_read
+        try:
+            with self._lock:
+                if info.file not in self._descriptors:
+                    self._descriptors[info.file] = os.open(info.file, os.O_RDONLY)
+                descriptor = self._descriptors[info.file]
+            while part:
+                num_read = os.preadv(descriptor, [part], offset)
+                if not num_read:
+                    raise CheckpointError(
+                        f"{info.file} ended within {info.name!r}, while it was read"
+                    )
+                part, offset = part[num_read:], offset + num_read
+        except OSError as error:
+            raise _not_readable(info, error) from error
 
 
-@contextlib.contextmanager
-def _named_errors(info: TensorInfo) -> Iterator[None]:
-    """Let errors of a file say which tensor was read."""
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{info.file}: {info.name!r} is not readable: {error}") from error
+def _alike(infos: Sequence[TensorInfo]) -> Iterator[Stack]:
+    """Yield tensors of one shape by stacks of one dtype."""
+    for _, group in groupby(infos, lambda info: info.dtype):
+        yield Stack(tuple(group))
+
+
+def _not_readable(info: TensorInfo, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{info.file}: {info.name!r} is not readable: {error}")
 
 
 def _report(num_bytes: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -254,31 +254,38 @@ WRITERS: dict[str, Callable[[Path, Path], Path]] = {
 }
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("form", WRITERS)
 def test_tensors_of_experts_are_announced_in_the_order_in_which_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, *, is_packed: bool
 ) -> None:
     """Else threads would read ahead what is not wanted next: slow, but right."""
     source = checkpoints.write_qwen3_moe(tmp_path / "source", shape=INT4_SHAPE, width=32)
     directory = WRITERS[form](source, tmp_path / "quantized")
-    announced: list[str] = []
-    was_read: list[str] = []
-    read = TensorReads.read
+    announced: list[list[str]] = []
+    was_read: list[list[str]] = []
+    read_stack = TensorReads.read_stack
 
-    def note(reads: TensorReads, info: TensorInfo, *args: Any) -> torch.Tensor:
-        was_read.append(info.name)
-        return read(reads, info, *args)
+    def note(reads: TensorReads, infos: Sequence[TensorInfo], *args: Any) -> torch.Tensor:
+        was_read.append([info.name for info in infos])
+        return read_stack(reads, infos, *args)
 
-    monkeypatch.setattr(
-        TensorReads, "read_ahead", lambda _, infos: announced.extend(info.name for info in infos)
-    )
-    monkeypatch.setattr(TensorReads, "read", note)
+    def note_announced(_: TensorReads, stacks: Iterable[Sequence[TensorInfo]]) -> None:
+        announced.extend([info.name for info in infos] for infos in stacks)
+
+    monkeypatch.setattr(CpuProducts, "packs", lambda *_: is_packed)
+    monkeypatch.setattr(TensorReads, "read_ahead", note_announced)
+    monkeypatch.setattr(TensorReads, "read_stack", note)
     CausalLM.from_checkpoint(directory, CPU, torch.float32)
     scales = ("_scale", "_scale_inv") if form.startswith("fp8") else ()
     tiny = ("g_idx", "weight_shape", "bias", *scales)
-    of_experts = [name for name in was_read if ".experts." in name and not name.endswith(tiny)]
+    of_experts = [
+        names for names in was_read if ".experts." in names[0] and not names[0].endswith(tiny)
+    ]
     assert announced == of_experts
-    assert len(announced) >= INT4_SHAPE.num_layers * 6 * 3
+    assert sum(map(len, announced)) >= INT4_SHAPE.num_layers * 6 * 3
+    if not is_packed and (form == "plain" or form.startswith("fp8")):
+        assert len(announced) == INT4_SHAPE.num_layers * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -395,13 +402,17 @@ def test_experts_whose_scales_are_unlike_are_refused(
         CausalLM.from_checkpoint(directory, CPU, torch.bfloat16)
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("name", [DOWN, DOWN.replace("down", "up"), f"{DOWN}_scale_inv"])
-def test_an_expert_in_fp8_without_numbers_is_named(tmp_path: Path, name: str) -> None:
+def test_an_expert_in_fp8_without_numbers_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *, is_packed: bool
+) -> None:
     def damage(tensors: Tensors) -> None:
         tensors[name].view(torch.uint8).view(-1)[-4:] = 0xFF
 
     source = checkpoints.write_qwen3_moe(tmp_path / "source")
     directory = edit_checkpoint(write_fp8(source, tmp_path / "fp8", "block"), tensors=damage)
+    monkeypatch.setattr(CpuProducts, "packs", lambda *_: is_packed)
     weight = name.removesuffix("_scale_inv")
     with pytest.raises(CheckpointError, match=f"tensor '{weight}' or its scales hold NaN"):
         CausalLM.from_checkpoint(directory, CPU, torch.float32)

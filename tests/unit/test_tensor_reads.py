@@ -7,6 +7,8 @@ import os
 import re
 import threading
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,11 @@ def tensors(tmp_path: Path) -> dict[str, torch.Tensor]:
     return values
 
 
+def one_by_one(infos: Iterable[TensorInfo]) -> list[list[TensorInfo]]:
+    """Return what is announced of tensors that become no stacks."""
+    return [[info] for info in infos]
+
+
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
@@ -80,7 +87,7 @@ def test_a_gpu_reads_tensors_in_turns(tmp_path: Path, tensors: dict[str, torch.T
     torch.cuda._sleep(1_000_000_000)
     reads = TensorReads(gpu, min_share_bytes=SHARE, stage_bytes=5 * SHARE)
     infos = read_tensor_infos(tmp_path)
-    reads.read_ahead(infos.values())
+    reads.read_ahead(one_by_one(infos.values()))
     was_read = {name: reads.read(info, None) for name, info in infos.items()}
     close(reads)
     for name, tensor in was_read.items():
@@ -97,10 +104,6 @@ def check_tensors(directory: Path, tensors: dict[str, torch.Tensor], reads: Tens
         assert torch.equal(bits_of(got).cpu(), bits_of(want))
         for dtype in (torch.float32, torch.bfloat16):
             assert torch.equal(bits_of(reads.read(info, dtype)).cpu(), bits_of(want.to(dtype)))
-        for dtype in (want.dtype, torch.float32):
-            place = torch.zeros(want.shape, dtype=dtype, device=got.device)
-            assert reads.read(info, dtype, place) is place
-            assert torch.equal(bits_of(place).cpu(), bits_of(want.to(dtype)))
     close(reads)
 
 
@@ -167,11 +170,79 @@ def test_tensors_read_ahead_are_those_of_the_file(
     infos = list(read_tensor_infos(tmp_path).values())
     reads = reads_of(num_threads, stage_bytes=stage_bytes)
     for _ in range(2):
-        reads.read_ahead(in_another_order(infos, order))
+        reads.read_ahead(one_by_one(in_another_order(infos, order)))
         for info in infos:
             got = reads.read(info, None)
             assert got.dtype is tensors[info.name].dtype
             assert torch.equal(bits_of(got), bits_of(tensors[info.name]))
+    close(reads)
+
+
+STACKED = (torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16)
+
+
+@pytest.fixture
+def stacks(tmp_path: Path) -> list[tuple[list[TensorInfo], list[torch.Tensor]]]:
+    """Write tensors of a few shapes, and return those of each shape, which lie apart in the file.
+
+    Some are larger than a stage; of some a stage holds several, and the last one not wholly.
+    """
+    shapes = ((), (0, 4), (3, 7), (SHARE, 3), (SHARE // 2 - 4,), (2, 2 * SHARE))
+    generator = torch.Generator().manual_seed(4)
+    values = {
+        f"{i}-{shape}": (100 * torch.randn(shape, generator=generator)).to(dtype)
+        for i, dtype in enumerate(3 * STACKED)
+        for shape in shapes
+    }
+    save_file(values, tmp_path / "model.safetensors")
+    infos = read_tensor_infos(tmp_path)
+    names = [[f"{i}-{shape}" for i in range(3 * len(STACKED))] for shape in shapes]
+    return [([infos[name] for name in one], [values[name] for name in one]) for one in names]
+
+
+@pytest.mark.parametrize("is_announced", [False, True])
+@pytest.mark.parametrize("stage_bytes", [0, SHARE, 5 * SHARE + 8, 1 << 20])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_stack_is_its_tensors_in_order(
+    stacks: list[tuple[list[TensorInfo], list[torch.Tensor]]],
+    num_threads: int,
+    stage_bytes: int,
+    *,
+    is_announced: bool,
+) -> None:
+    """Whatever dtypes they have, and become."""
+    reads = reads_of(num_threads, stage_bytes=stage_bytes)
+    for dtype in (torch.bfloat16, torch.float32):
+        if is_announced:
+            reads.read_ahead(infos for infos, _ in stacks)
+        for infos, tensors in stacks:
+            got = reads.read_stack(infos, dtype)
+            assert torch.equal(got, torch.stack([tensor.to(dtype) for tensor in tensors]))
+            as_first = reads.read_stack(infos[:2], None)
+            assert torch.equal(as_first, torch.stack(tensors[:2]))
+    close(reads)
+
+
+@pytest.mark.parametrize("stage_bytes", [SHARE, 1 << 20])
+def test_a_tensor_of_a_stack_that_cannot_be_read_is_named(
+    stacks: list[tuple[list[TensorInfo], list[torch.Tensor]]], stage_bytes: int
+) -> None:
+    infos, tensors = stacks[4]
+    infos, tensors = infos[:2], tensors[:2]
+    gone = replace(infos[0], name="gone", file=infos[0].file.with_name("gone"))
+    cut = replace(infos[0], name="cut", file=infos[0].file.with_name("cut"))
+    cut.file.write_bytes(infos[0].file.read_bytes()[: cut.end - 1])
+    reads = reads_of(2, stage_bytes=stage_bytes)
+    for is_announced in (False, True):
+        for bad, message in (
+            (gone, "'gone' is not readable.*No such file"),
+            (cut, "ended within 'cut', while it was read"),
+        ):
+            if is_announced:
+                reads.read_ahead([[*infos, bad], infos])
+            with pytest.raises(CheckpointError, match=message):
+                reads.read_stack([*infos, bad], None)
+            assert torch.equal(reads.read_stack(infos, None), torch.stack(tensors))
     close(reads)
 
 
@@ -181,10 +252,10 @@ def test_what_is_read_ahead_and_never_asked_for_is_in_nobodys_way(
     infos = list(read_tensor_infos(tmp_path).values())
     reads = reads_of(3, stage_bytes=SHARE)
     for first in range(len(infos)):
-        reads.read_ahead(infos)
+        reads.read_ahead(one_by_one(infos))
         info = infos[first]
         assert torch.equal(bits_of(reads.read(info, None)), bits_of(tensors[info.name]))
-    reads.read_ahead(infos)
+    reads.read_ahead(one_by_one(infos))
     close(reads)
 
 
@@ -209,7 +280,7 @@ def test_threads_read_every_byte_once_and_ahead(
     """Whoever asks reads none: all come in order, though they are far more than stages are."""
     infos = list(read_tensor_infos(tmp_path).values())
     reads = reads_of(3, stage_bytes=SHARE)
-    reads.read_ahead(infos)
+    reads.read_ahead(one_by_one(infos))
     for info in infos:
         reads.read(info, None)
     close(reads)
@@ -224,10 +295,10 @@ def test_stages_of_what_is_not_asked_for_are_used_again(
     dropped, info = (infos[f"torch.float32-{shape}"] for shape in ((7, 3 * SHARE), (5, 2, 999)))
     reads = reads_of(3, stage_bytes=4 * SHARE)
     for _ in range(40):
-        reads.read_ahead([dropped])
+        reads.read_ahead([[dropped]])
     reads.read_ahead([])
     reading_threads.clear()
-    reads.read_ahead([info])
+    reads.read_ahead([[info]])
     deadline = time.monotonic() + 60
     while sum(size for _, size in reading_threads) < info.end - info.start:
         assert time.monotonic() < deadline, "nothing is read before it is asked for"
@@ -250,7 +321,7 @@ def test_errors_of_what_is_read_ahead_are_raised_for_whom_they_concern(
     os.truncate(infos[-1].file, infos[-1].end - 1)
     reads = reads_of(3, stage_bytes=SHARE)
     for _ in range(40):  # the stages of what failed are there again
-        reads.read_ahead([*cut, gone, whole])
+        reads.read_ahead(one_by_one([*cut, gone, whole]))
         assert torch.equal(bits_of(reads.read(whole, None)), bits_of(tensors[whole.name]))
         with pytest.raises(CheckpointError, match=r"'gone' is not readable.*No such file"):
             reads.read(gone, None)
@@ -259,10 +330,10 @@ def test_errors_of_what_is_read_ahead_are_raised_for_whom_they_concern(
             with pytest.raises(CheckpointError, match=message):
                 reads.read(info, None)
     reading_threads.clear()
-    reads.read_ahead([whole])
+    reads.read_ahead([[whole]])
     reads.read(whole, None)
     assert all(name.startswith("read-weights") for name, _ in reading_threads)
-    reads.read_ahead([*cut, gone])
+    reads.read_ahead(one_by_one([*cut, gone]))
     close(reads)
 
 
