@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,21 @@ from shared.models.latent_attention import LatentAttention
 from shared.models.projections import Product, add, add_and_norm, add_and_norm_fp8, load_norm
 from shared.models.query_attention import QueryAttention
 from shared.progress import note_progress
+
+# What a layer without experts loads, in that order; fused projections instead of their parts.
+_PROJECTIONS = (
+    *(f"self_attn.{name}_proj.weight" for name in ("qkv", "q", "k", "v", "o")),
+    *(f"mlp.{name}_proj.weight" for name in ("gate_up", "gate", "up", "down")),
+)
+
+
+def announce_layers(reader: CheckpointReader, prefixes: Iterable[str]) -> None:
+    """Let the projections of layers without experts be read ahead.
+
+    Args:
+        prefixes: Of the layers in order, see `DecoderLayer`.
+    """
+    reader.read_ahead([f"{prefix}.{name}"] for prefix in prefixes for name in _PROJECTIONS)
 
 
 class DecoderLayer:

@@ -15,7 +15,7 @@ from shared.kernels.softcap import softcap_
 from shared.models.attention import ForwardInput
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.decoder import DecoderLayer
+from shared.models.decoder import DecoderLayer, announce_layers
 from shared.models.layer_rows import LayerRows
 from shared.models.own_slots import own_slots
 from shared.models.projections import Product, add_and_norm, load_norm
@@ -74,8 +74,11 @@ class CausalLM:
     ) -> None:
         self.config = config
         self._embedding = load_embedding(reader, config)
+        prefixes = [f"model.layers.{i}" for i in range(config.num_layers)]
+        if config.experts is None:  # else each layer announces its experts
+            announce_layers(reader, prefixes)
         self._layers = [
-            DecoderLayer(reader, f"model.layers.{i}", config, i) for i in range(config.num_layers)
+            DecoderLayer(reader, prefix, config, i) for i, prefix in enumerate(prefixes)
         ]
         self._norm = load_norm(reader, "model.norm.weight", config.hidden_size, config.norm_rule)
         self._head = reader.output_layer(load_head(reader, config, self._embedding))

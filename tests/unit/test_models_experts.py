@@ -254,35 +254,54 @@ WRITERS: dict[str, Callable[[Path, Path], Path]] = {
 }
 
 
-@pytest.mark.parametrize("is_packed", [True, False])
-@pytest.mark.parametrize("form", WRITERS)
-def test_tensors_of_experts_are_announced_in_the_order_in_which_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, *, is_packed: bool
-) -> None:
-    """Else threads would read ahead what is not wanted next: slow, but right."""
-    source = checkpoints.write_qwen3_moe(tmp_path / "source", shape=INT4_SHAPE, width=32)
-    directory = WRITERS[form](source, tmp_path / "quantized")
+def noted_reads(
+    directory: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[list[str]], list[list[str]]]:
+    """Load a checkpoint, and return what was announced and what was read but for small tensors.
+
+    Were they in another order, threads would read ahead what is not wanted next: slow, but right.
+    """
     announced: list[list[str]] = []
     was_read: list[list[str]] = []
     read_stack = TensorReads.read_stack
+    scales = ("_scale", "_scale_inv") if form.startswith("fp8") else ()
+    small = ("g_idx", "weight_shape", "bias", *scales)
 
     def note(reads: TensorReads, infos: Sequence[TensorInfo], *args: Any) -> torch.Tensor:
-        was_read.append([info.name for info in infos])
+        if not infos[0].name.endswith(small):
+            was_read.append([info.name for info in infos])
         return read_stack(reads, infos, *args)
 
     def note_announced(_: TensorReads, stacks: Iterable[Sequence[TensorInfo]]) -> None:
         announced.extend([info.name for info in infos] for infos in stacks)
 
-    monkeypatch.setattr(CpuProducts, "packs", lambda *_: is_packed)
     monkeypatch.setattr(TensorReads, "read_ahead", note_announced)
     monkeypatch.setattr(TensorReads, "read_stack", note)
     CausalLM.from_checkpoint(directory, CPU, torch.float32)
-    scales = ("_scale", "_scale_inv") if form.startswith("fp8") else ()
-    tiny = ("g_idx", "weight_shape", "bias", *scales)
-    of_experts = [
-        names for names in was_read if ".experts." in names[0] and not names[0].endswith(tiny)
-    ]
-    assert announced == of_experts
+    return announced, was_read
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_projections_without_experts_are_announced_in_the_order_in_which_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    source = checkpoints.write_llama(tmp_path / "source", shape=INT4_SHAPE)
+    directory = WRITERS[form](source, tmp_path / "quantized")
+    announced, was_read = noted_reads(directory, form, monkeypatch)
+    assert announced == [names for names in was_read if "_proj." in names[0]]
+    assert len(announced) >= INT4_SHAPE.num_layers * 7
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("form", WRITERS)
+def test_tensors_of_experts_are_announced_in_the_order_in_which_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, *, is_packed: bool
+) -> None:
+    source = checkpoints.write_qwen3_moe(tmp_path / "source", shape=INT4_SHAPE, width=32)
+    directory = WRITERS[form](source, tmp_path / "quantized")
+    monkeypatch.setattr(CpuProducts, "packs", lambda *_: is_packed)
+    announced, was_read = noted_reads(directory, form, monkeypatch)
+    assert announced == [names for names in was_read if ".experts." in names[0]]
     assert sum(map(len, announced)) >= INT4_SHAPE.num_layers * 6 * 3
     if not is_packed and (form == "plain" or form.startswith("fp8")):
         assert len(announced) == INT4_SHAPE.num_layers * 2
