@@ -178,11 +178,12 @@ def test_tensors_read_ahead_are_those_of_the_file(
     close(reads)
 
 
+Stacks = list[tuple[list[TensorInfo], list[torch.Tensor]]]
 STACKED = (torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16)
 
 
 @pytest.fixture
-def stacks(tmp_path: Path) -> list[tuple[list[TensorInfo], list[torch.Tensor]]]:
+def stacks(tmp_path: Path) -> Stacks:
     """Write tensors of a few shapes, and return those of each shape, which lie apart in the file.
 
     Some are larger than a stage; of some a stage holds several, and the last one not wholly.
@@ -204,29 +205,36 @@ def stacks(tmp_path: Path) -> list[tuple[list[TensorInfo], list[torch.Tensor]]]:
 @pytest.mark.parametrize("stage_bytes", [0, SHARE, 5 * SHARE + 8, 1 << 20])
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_stack_is_its_tensors_in_order(
-    stacks: list[tuple[list[TensorInfo], list[torch.Tensor]]],
-    num_threads: int,
-    stage_bytes: int,
-    *,
-    is_announced: bool,
+    stacks: Stacks, num_threads: int, stage_bytes: int, *, is_announced: bool
 ) -> None:
     """Whatever dtypes they have, and become."""
-    reads = reads_of(num_threads, stage_bytes=stage_bytes)
+    check_stacks(stacks, reads_of(num_threads, stage_bytes=stage_bytes), is_announced=is_announced)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_a_gpu_reads_stacks_in_turns(stacks: Stacks, *, is_announced: bool) -> None:
+    reads = TensorReads(torch.device("cuda"), min_share_bytes=SHARE, stage_bytes=5 * SHARE)
+    torch.cuda._sleep(1_000_000_000)  # so that no copy is over when its memory is wanted again
+    check_stacks(stacks, reads, is_announced=is_announced)
+
+
+def check_stacks(stacks: Stacks, reads: TensorReads, *, is_announced: bool) -> None:
+    """Read stacks as other dtypes, and the first tensors of each as they are."""
+    got = []
     for dtype in (torch.bfloat16, torch.float32):
         if is_announced:
             reads.read_ahead(infos for infos, _ in stacks)
-        for infos, tensors in stacks:
-            got = reads.read_stack(infos, dtype)
-            assert torch.equal(got, torch.stack([tensor.to(dtype) for tensor in tensors]))
-            as_first = reads.read_stack(infos[:2], None)
-            assert torch.equal(as_first, torch.stack(tensors[:2]))
+        got += [(reads.read_stack(infos, dtype), tensors) for infos, tensors in stacks]
+    got += [(reads.read_stack(infos[:2], None), tensors[:2]) for infos, tensors in stacks]
     close(reads)
+    for stack, tensors in got:
+        assert torch.equal(stack.cpu(), torch.stack([one.to(stack.dtype) for one in tensors]))
 
 
 @pytest.mark.parametrize("stage_bytes", [SHARE, 1 << 20])
-def test_a_tensor_of_a_stack_that_cannot_be_read_is_named(
-    stacks: list[tuple[list[TensorInfo], list[torch.Tensor]]], stage_bytes: int
-) -> None:
+def test_a_tensor_of_a_stack_that_cannot_be_read_is_named(stacks: Stacks, stage_bytes: int) -> None:
     infos, tensors = stacks[4]
     infos, tensors = infos[:2], tensors[:2]
     gone = replace(infos[0], name="gone", file=infos[0].file.with_name("gone"))
