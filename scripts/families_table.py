@@ -49,8 +49,8 @@ MODELS = {
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 270M, 1B",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B (its language model)",
-    "Gemma4ForCausalLM": "Gemma 4 (dense, without embeddings per layer)",
-    "Gemma4ForConditionalGeneration": "Gemma 4 31B (its language model)",
+    "Gemma4ForCausalLM": "Gemma 4 (without embeddings per layer)",
+    "Gemma4ForConditionalGeneration": "Gemma 4 31B, 26B-A4B (their language models)",
     "Gemma4UnifiedForCausalLM": "Gemma 4 12B (its language model alone)",
     "Gemma4UnifiedForConditionalGeneration": "Gemma 4 12B (its language model)",
     "GraniteForCausalLM": "Granite 3 (dense)",
@@ -334,6 +334,7 @@ def _experts_of(experts: ExpertsFamily | None) -> list[str]:
         "sigmoid router": experts.scoring is Scoring.SIGMOID,
         "correction bias": experts.router_bias.endswith("e_score_correction_bias"),
         "groups": experts.has_groups,
+        "in some models, beside an MLP": experts.is_beside_mlp,
         "biases, limited activation": experts.has_bias,
     }
     named = [name for name, is_so in traits.items() if is_so]

@@ -127,6 +127,13 @@ GEMMA4 = {
     },
 }
 GEMMA4_UNIFIED = {name: value for name, value in GEMMA4.items() if "per_layer" not in name}
+# Experts beside the MLP of each layer.
+GEMMA4_EXPERTS = GEMMA4 | {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
 # Layers with a rotary embedding of their own, heads of one shape and a projection of V.
 GEMMA4_PLAIN = GEMMA4 | {
     "global_head_dim": 24,
@@ -627,6 +634,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "gemma3": lambda d: write(d, "gemma3_text", **GEMMA3),
     "gemma3-with-vision": write_gemma3_with_vision,
     "gemma4": lambda d: write(d, "gemma4_text", **GEMMA4),
+    "gemma4-experts": lambda d: write(d, "gemma4_text", **GEMMA4_EXPERTS),
     "gemma4-plain": lambda d: write(d, "gemma4_text", **GEMMA4_PLAIN),
     "gemma4-with-vision": write_gemma4_with_vision,
     "gemma4-unified": lambda d: write(d, "gemma4_unified_text", **GEMMA4_UNIFIED),
@@ -636,6 +644,9 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "ministral": lambda d: write(d, "ministral", **MINISTRAL),
     "glm4": lambda d: write(d, "glm4", **GLM4),
     "qwen2-moe": lambda d: write(d, "qwen2_moe", **QWEN2_MOE),
+    "qwen2-moe-gelu": lambda d: write(
+        d, "qwen2_moe", **QWEN2_MOE | {"hidden_act": "gelu_pytorch_tanh"}
+    ),
     "granite": lambda d: write(d, "granite", **GRANITE),
     "mixtral": lambda d: write(d, "mixtral", **MIXTRAL),
     "qwen3-moe": lambda d: write(d, "qwen3_moe", **QWEN3_MOE),

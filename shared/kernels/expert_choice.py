@@ -96,6 +96,7 @@ def _best_groups(
 def _choose_experts_kernel(
     logits_ptr,  # [S, T, E] f32
     bias_ptr,  # [E] f32, unread unless HAS_BIAS
+    scales_ptr,  # [E] f32, unread unless HAS_SCALES
     row_indptr_ptr,  # [R + 1] i32; the last one is the number of rows without padding
     ids_ptr,  # [T, COUNT] i32 mutated
     weights_ptr,  # [T, COUNT] f32 mutated
@@ -109,6 +110,7 @@ def _choose_experts_kernel(
     IS_SIGMOID: tl.constexpr,
     IS_OF_CHOSEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -172,6 +174,8 @@ def _choose_experts_kernel(
     if IS_NORMALISED:
         weights = tl.div_rn(scores, tl.sum(tl.where(is_chosen, scores, 0.0), axis=0) + TINY)
     weights *= scaling_factor
+    if HAS_SCALES:
+        weights *= tl.load(scales_ptr + expert, mask=is_expert, other=0.0)
     is_live = row < tl.load(row_indptr_ptr + num_requests)
     place = row * COUNT + tl.cumsum(is_chosen.to(tl.int32), axis=0) - 1
     tl.store(ids_ptr + place, tl.where(is_live, expert, NUM_EXPERTS), mask=is_chosen)
@@ -184,6 +188,7 @@ def choose_experts(
     row_indptr: torch.Tensor,
     rule: ChoiceRule,
     ids: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> ChosenExperts:
     """Choose the experts of every row; a row's depend on its logits alone.
 
@@ -193,13 +198,15 @@ def choose_experts(
             there is none.
         row_indptr: [R + 1] i32, whose last value is the number of rows without padding.
         ids: [T, count] i32, where the ids are left; None: in memory of their own.
+        scales: [E] f32, what the weight of each expert is multiplied by in the end; None: nothing.
     Mutates: `ids`.
     Source: arXiv:2412.19437 for groups and bias.
     """
     assert bias is None or bias.dtype == torch.float32
+    assert scales is None or scales.dtype == torch.float32
     assert rule.is_normalised or not rule.is_of_chosen
     if not use_triton(logits):
-        return choose_experts_ref(logits, bias, row_indptr, rule, ids)
+        return choose_experts_ref(logits, bias, row_indptr, rule, ids, scales)
     splits, num_rows, num_experts = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32
     assert row_indptr.is_contiguous() and num_experts % rule.num_groups == 0
@@ -214,6 +221,7 @@ def choose_experts(
     _choose_experts_kernel[(num_rows,)](
         logits,
         logits if bias is None else bias,
+        logits if scales is None else scales,
         row_indptr,
         ids,
         weights,
@@ -227,6 +235,7 @@ def choose_experts(
         IS_SIGMOID=rule.is_sigmoid,
         IS_OF_CHOSEN=rule.is_of_chosen,
         HAS_BIAS=bias is not None,
+        HAS_SCALES=scales is not None,
         IS_NORMALISED=rule.is_normalised,
         NUM_GROUPS=rule.num_groups,
         GROUP_BLOCK=triton.next_power_of_2(rule.num_groups),
@@ -247,6 +256,7 @@ def choose_experts_ref(
     row_indptr: torch.Tensor,
     rule: ChoiceRule,
     ids: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> ChosenExperts:
     """Do what `choose_experts` does in plain torch."""
     settle_vector_math()
@@ -273,6 +283,8 @@ def choose_experts_ref(
             total = total + weights[:, slot]
         weights = weights / (total + _TINY)[:, None]
     weights = weights * rule.scaling_factor
+    if scales is not None:
+        weights = weights * scales[chosen]
     is_padding = torch.arange(num_rows, device=chosen.device) >= row_indptr[-1]
     chosen = chosen.masked_fill(is_padding[:, None], num_experts).to(torch.int32)
     weights = weights.masked_fill(is_padding[:, None], 0.0)

@@ -37,6 +37,7 @@ from shared.kernels.expert_tiles import (
     up_tiles,
 )
 from shared.kernels.fp8_rows import ProductRows, RowOperand, row_operand, rows_of
+from shared.kernels.linear_swiglu import gelu_argument
 from shared.kernels.mxfp4 import MXFP4_BLOCK, NUM_PARTS, from_mxfp4
 from shared.kernels.quantized import (
     SCALE_BLOCK,
@@ -106,10 +107,13 @@ def _scales_before(expert, width_k, SCALING: tl.constexpr):
 
 
 @triton.jit
-def _activated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """Return silu(gate) * up, or what `clamped_swiglu` returns; NaN stays NaN."""
+def _activated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Return what `swiglu` or `clamped_swiglu` returns; NaN stays NaN."""
     if LIMIT == 0:
-        return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+        inner = gate
+        if ACTIVATION == "gelu_tanh":
+            inner = gelu_argument(gate)
+        return tl.div_rn(gate, 1.0 + tl.exp(-inner)) * up
     gate = tl.where(gate > LIMIT, LIMIT, gate)
     up = tl.where(up > LIMIT, LIMIT, up)
     up = tl.where(up < -LIMIT, -LIMIT, up)
@@ -136,6 +140,7 @@ def _expert_swiglu_kernel(
     HAS_BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     IS_DIRECT: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     IS_MXFP4: tl.constexpr,
@@ -225,7 +230,7 @@ def _expert_swiglu_kernel(
         if HAS_BIAS:
             gate += gate_bias[:, None]
             up += up_bias[:, None]
-        out = _activated(gate, up, LIMIT, ALPHA)
+        out = _activated(gate, up, LIMIT, ALPHA, ACTIVATION)
         tl.store(
             out_ptr + pair[None, :] * width_f + n[:, None],
             tl.where(is_expert, out, 0.0).to(out_ptr.dtype.element_ty),
@@ -336,7 +341,7 @@ def apply_experts(
     out: torch.Tensor,
     form: ExpertForm = PLAIN_FORM,
 ) -> None:
-    """Compute w * W_down (silu(W_gate x) * W_up x) of each row's experts, as addends of their sum.
+    """Compute w * W_down (f(W_gate x) * W_up x) of each row's experts, as addends of their sum.
 
     A row's bits depend on its values, its experts and their weights alone. Between the products
     values are float32, rounded once to the dtype of x before the second one.
@@ -401,6 +406,7 @@ def _launch_swiglu(
         HAS_BIAS=form.gate_up_bias is not None,
         LIMIT=form.limit,
         ALPHA=form.alpha,
+        ACTIVATION=form.activation,
         **_options(rows, ids, read, grid, num_experts, width_k),
     )
 

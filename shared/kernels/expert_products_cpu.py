@@ -15,7 +15,7 @@ from shared.kernels.fp8_experts import QuantizedExperts, pack_fp8
 from shared.kernels.mxfp4 import Mxfp4Weights, dequantize_mxfp4, pack_mxfp4
 from shared.kernels.products_cpu import CpuProducts, CpuWeight, Weight, linear_cpu
 from shared.kernels.quantized import QuantizedWeight
-from shared.kernels.swiglu import clamped_swiglu, swiglu
+from shared.kernels.swiglu import Activation, clamped_swiglu, swiglu
 
 KernelWeights = torch.Tensor | Mxfp4Weights | QuantizedExperts
 """One weight [N, K] of each expert, as kernels read them: [E, N, K]."""
@@ -30,14 +30,16 @@ class ExpertForm:
     Args:
         gate_up_bias: [E, 2 F], added to the first products; None: nothing is.
         down_bias: [E, N], added to the second one before it is weighted; None: nothing is.
-        limit: What gate and up are limited to, in a `clamped_swiglu`; 0: silu(gate) * up.
+        limit: What gate and up are limited to, in a `clamped_swiglu`; 0: they are not.
         alpha: Of the clamped one.
+        activation: Of the gate, if it is not clamped, see `swiglu`.
     """
 
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     limit: float = 0.0
     alpha: float = 1.0
+    activation: Activation = "silu"
 
 
 PLAIN_FORM = ExpertForm()
@@ -112,7 +114,7 @@ def apply_experts_cpu(
         if form.limit:
             inner = clamped_swiglu(gate, up, form.limit, form.alpha)
         else:
-            inner = swiglu(gate, up)
+            inner = swiglu(gate, up, form.activation)
         bias = None if form.down_bias is None else form.down_bias[expert]
         y = linear_cpu(inner.to(x.dtype), down[expert], bias, out_dtype=torch.float32)
         out[slots, rows] = y * chosen.weights[rows, slots, None]

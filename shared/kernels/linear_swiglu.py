@@ -177,12 +177,18 @@ def _add_products(
 
 
 @triton.jit
+def gelu_argument(gate):
+    """Return y of `swiglu`, by which gelu is gate / (1 + exp(-y))."""
+    return gate * tl.fma(gate * gate, tl.full(gate.shape, _GELU_B, tl.float32), _GELU_A)
+
+
+@triton.jit
 def _combined(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
     """Return f(gate) * up, both rounded before and the result after."""
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     inner = gate
     if ACTIVATION == "gelu_tanh":
-        inner = gate * tl.fma(gate * gate, tl.full(gate.shape, _GELU_B, tl.float32), _GELU_A)
+        inner = gelu_argument(gate)
     return (tl.div_rn(gate, 1.0 + tl.exp(-inner)) * up).to(dtype)
 
 

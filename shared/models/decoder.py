@@ -100,7 +100,7 @@ class DecoderLayer:
         product = self._normed(self._attention.forward(normed, rows, caches), self._attention_norm)
         to_fp8 = self._feed_forward.reads_fp8_rows
         x, normed = self._add(x, product, self._mlp_input_norm, to_fp8=to_fp8)
-        product = self._normed(self._feed_forward.forward(normed, rows), self._mlp_norm)
+        product = self._normed(self._feed_forward.forward(normed, rows, x), self._mlp_norm)
         if self._scalar is None:
             return x, product
         return add(x, product) * self._scalar, None

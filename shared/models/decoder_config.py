@@ -82,7 +82,7 @@ class ModelConfig:
         logits_scaling: What logits are divided by.
         has_scaled_embedding: Embeddings are multiplied by sqrt(hidden_size), rounded to the model's
             dtype.
-        has_gelu: Gates of MLPs pass gelu, approximated by tanh, not silu.
+        has_gelu: Gates of MLPs and experts pass gelu, approximated by tanh, not silu.
         attention_softcap, logits_softcap: Soft limits of scores and logits, see `tree_attention`;
             0: there is none.
         local_rope: Rotary embedding of the layers with a window; None: `rope`.
@@ -301,6 +301,10 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         windows=windows,
     )
     multipliers: dict[str, Any] = parse_multipliers(fields, source, family)
+    is_gelu = has_gelu(fields, source, family)
+    experts = None
+    if family.experts:
+        experts = parse_experts(fields, source, family.experts, num_layers, has_gelu=is_gelu)
     heads = LayerHeads(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     config = ModelConfig(
         vocab_size=require_int(fields, "vocab_size", source),
@@ -318,7 +322,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         has_o_bias=_is_set(fields, family.o_bias),
         has_mlp_bias=_is_set(fields, family.mlp_bias),
         has_scaled_embedding=family.has_scaled_embedding,
-        has_gelu=has_gelu(fields, source, family),
+        has_gelu=is_gelu,
         has_qk_norm=_is_set(fields, family.has_qk_norm),
         has_wide_qk_norm=family.has_wide_qk_norm,
         has_late_qk_norm=family.has_late_qk_norm,
@@ -339,13 +343,9 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         has_vision=bool(family.text_type),
         num_mtp_layers=int(fields.get("num_nextn_predict_layers") or 0) if family.has_mtp else 0,
         latent=latent,
-        experts=parse_experts(fields, source, family.experts, num_layers)
-        if family.experts
-        else None,
+        experts=experts,
         quantization=parse_quantization(
-            fields,
-            source,
-            has_fused_experts=bool(family.experts and family.experts.tensors.is_fused),
+            fields, source, has_fused_experts=experts is not None and experts.tensors.is_fused
         ),
         **multipliers,
     )

@@ -139,7 +139,9 @@ def _load_fused(
     for projection, shape in shapes.items():
         name = f"{module}.{projection}_proj"
         rows = order if projection == "gate_up" else torch.arange(shape[0])
-        held[projection] = _hold_fused(reader, name, (config.num_experts, *shape), rows)
+        full = (config.num_experts, *shape)
+        is_transposed = config.tensors.is_transposed
+        held[projection] = _hold_fused(reader, name, full, rows, is_transposed=is_transposed)
         if config.has_bias:
             bias = reader.load(f"{name}{_BIAS}", (config.num_experts, shape[0]))
             biases[projection] = bias[:, rows.to(bias.device)]
@@ -160,23 +162,33 @@ def _form(
         down_bias=down_bias,
         limit=config.swiglu_limit,
         alpha=config.swiglu_alpha,
+        activation="gelu_tanh" if config.has_gelu else "silu",
     )
 
 
 def _hold_fused(
-    reader: CheckpointReader, name: str, shape: tuple[int, int, int], rows: torch.Tensor
+    reader: CheckpointReader,
+    name: str,
+    shape: tuple[int, int, int],
+    rows: torch.Tensor,
+    *,
+    is_transposed: bool,
 ) -> ExpertWeights:
     """Load the weights [N, K] of experts of one tensor, or of its blocks and scales in MXFP4.
 
     Args:
         shape: (E, N, K).
         rows: [N] i64, the order in which the checkpoint's outputs are wanted.
+        is_transposed: As in ExpertTensors.
     """
     num_experts, width_n, width_k = shape
     if f"{name}{_BLOCKS}" not in reader.names:
-        weights = reader.load(name, (num_experts, width_k, width_n))
+        if is_transposed:
+            weights = reader.load(name, (num_experts, width_k, width_n)).mT
+        else:
+            weights = reader.load(name, shape)
         rows = rows.to(weights.device)
-        ordered = (weight.T[rows] for weight in weights)
+        ordered = (weight[rows] for weight in weights)
         return hold_experts(reader.products, ordered, num_experts)
     if width_k % MXFP4_BLOCK:
         raise CheckpointError(

@@ -9,7 +9,7 @@ from shared.kernels.expert_products import apply_experts
 from shared.kernels.fp8_rows import ProductRows, rows_of, wants_fp8_rows
 from shared.kernels.linear import linear, linear_addends, num_addends
 from shared.kernels.linear_swiglu import linear_swiglu
-from shared.kernels.swiglu import logistic
+from shared.kernels.swiglu import Activation, logistic
 from shared.models.attention import Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.expert_weights import load_expert_weights
@@ -36,7 +36,8 @@ class Experts:
     ) -> None:
         self._index = index
         names = config.tensors
-        prefix = f"{prefix}.{names.block}"
+        prefix = f"{prefix}.{names.block}" if names.block else prefix
+        self._activation: Activation = "gelu_tanh" if config.has_gelu else "silu"
         self._rule = ChoiceRule(
             count=config.num_experts_per_tok,
             is_sigmoid=config.scoring is Scoring.SIGMOID,
@@ -56,6 +57,10 @@ class Experts:
             size = (1, num_experts) if names.is_bias_matrix else (num_experts,)
             name = f"{prefix}.{config.router_bias}"
             self._bias = reader.load(name, size, dtype=torch.float32).flatten()
+        self._scales = None
+        if names.expert_scale:
+            name = f"{prefix}.{names.expert_scale}"
+            self._scales = reader.load(name, (num_experts,), dtype=torch.float32)
         self._experts = load_expert_weights(reader, prefix, config, hidden_size)
         self._shared = None
         if config.shared_width:
@@ -73,21 +78,29 @@ class Experts:
             name = f"{prefix}.{names.shared}_gate.weight"
             self._shared_gate = reader.load_weight(name, (1, hidden_size))
 
-    def forward(self, x: ProductRows, rows: Rows) -> Product:
+    def forward(
+        self,
+        x: ProductRows,
+        rows: Rows,
+        stream: torch.Tensor | None = None,  # noqa: ARG002
+        *,
+        judged: torch.Tensor | None = None,
+    ) -> Product:
         """Return what to add to the residual stream: first of the shared expert, then of the chosen
         ones in order of their ids.
 
         Args:
             x: [T, h].
             rows: Which of them are padding, which no expert computes.
+            judged: [T, h], what the router reads; None: x.
         """
-        chosen = self.choose(x, rows)
+        chosen = self.choose(x if judged is None else judged, rows)
         shape, device = rows_of(x).shape, rows_of(x).device
         num_shared = 0 if self._shared is None else num_addends(shape[0], self._shared[1])
         count = num_shared + self._rule.count
         addends = torch.empty((count, *shape), dtype=torch.float32, device=device)
         if self._shared is not None:
-            inner = linear_swiglu(x, self._shared[0])
+            inner = linear_swiglu(x, self._shared[0], activation=self._activation)
             linear_addends(inner, self._shared[1], out=addends[:num_shared])
             if self._shared_gate is not None:
                 gate = logistic(linear(x, self._shared_gate, out_dtype=torch.float32))  # [T, 1]
@@ -98,7 +111,8 @@ class Experts:
         return Product(addends=addends, bias=None)
 
     def choose(self, x: ProductRows, rows: Rows) -> ChosenExperts:
-        """Return the experts of every row; see `forward`."""
+        """Return the experts of every row, by what the router reads; see `forward`."""
         logits = linear_addends(x, self._router)
         out = None if rows.expert_ids is None else rows.expert_ids[self._index]
-        return choose_experts(logits, self._bias, rows.attention.row_indptr, self._rule, out)
+        row_indptr = rows.attention.row_indptr
+        return choose_experts(logits, self._bias, row_indptr, self._rule, out, self._scales)

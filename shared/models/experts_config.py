@@ -37,14 +37,18 @@ class ExpertTensors:
     """What an architecture calls the tensors of its experts.
 
     Args:
-        block: The module of a layer, "mlp" or another.
+        block: The module of a layer, "mlp" or another; "": the layer itself.
         router: The module of the router.
         gate, up, down: The projections of one expert.
         shared: The module of what is applied to every token.
         is_bias_matrix: The bias of the router is a matrix of one row.
         is_fused: All experts are in one tensor of each projection: `gate_up_proj`, in which gate
-            and up alternate, and `down_proj`. They are transposed, or blocks and scales of MXFP4.
+            and up alternate, and `down_proj`.
         is_halved: Gate is the first half of `gate_up_proj`, up the other.
+        is_transposed: Of such tensors, those that are no blocks and scales of MXFP4 have inputs
+            before outputs.
+        expert_scale: Tensor of the block, what weights of experts are multiplied by in the end; "":
+            they are not.
     """
 
     block: str = "mlp"
@@ -56,6 +60,8 @@ class ExpertTensors:
     is_bias_matrix: bool = False
     is_fused: bool = False
     is_halved: bool = False
+    is_transposed: bool = True
+    expert_scale: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +84,10 @@ class ExpertsConfig:
             value, of its input.
         dense_layers: Layers without experts.
         has_bias: The projections of experts have biases.
-        swiglu_limit: Gate and up are limited to it, see `clamped_swiglu`; 0: silu(gate) * up.
+        swiglu_limit: Gate and up are limited to it, see `clamped_swiglu`; 0: they are not.
         swiglu_alpha: Of the limited ones.
+        has_gelu: Gates pass gelu, approximated by tanh, not silu.
+        is_beside_mlp: Every layer has an MLP as well, see `ExpertsBesideMLP`.
         tensors: Names in the checkpoint.
     """
 
@@ -99,6 +107,8 @@ class ExpertsConfig:
     has_bias: bool = False
     swiglu_limit: float = 0.0
     swiglu_alpha: float = 1.0
+    has_gelu: bool = False
+    is_beside_mlp: bool = False
     tensors: ExpertTensors = ExpertTensors()
 
     def index_of(self, layer_id: int) -> int:
@@ -113,7 +123,8 @@ class ExpertsFamily:
     Args:
         count_fields: Names of the number of experts, any of them.
         width_field: Name of an expert's width.
-        router_bias, has_bias: As in ExpertsConfig.
+        router_bias, has_bias, is_beside_mlp: As in ExpertsConfig.
+        switch: Field that says whether there are any; "": their number does.
         is_clamped: Gate and up are limited, as `swiglu_limit` and `swiglu_alpha` say.
         always_normalises: Weights are normalised whatever `norm_topk_prob` says.
         shared_width_field: Name of the width of what every token passes besides; "": `has_shared`.
@@ -135,16 +146,24 @@ class ExpertsFamily:
     has_shared: bool = False
     has_groups: bool = False
     group_score: GroupScore = GroupScore.BEST_TWO
+    is_beside_mlp: bool = False
+    switch: str = ""
     tensors: ExpertTensors = ExpertTensors()
 
 
 def parse_experts(
-    fields: Mapping[str, Any], source: str, family: ExpertsFamily, num_layers: int
+    fields: Mapping[str, Any],
+    source: str,
+    family: ExpertsFamily,
+    num_layers: int,
+    *,
+    has_gelu: bool = False,
 ) -> ExpertsConfig | None:
     """Read the experts of a config.json; None: no layer has any.
 
     Args:
         source: File to name in errors.
+        has_gelu: As in ExpertsConfig.
     Raises: CheckpointError naming the field.
     """
 
@@ -152,6 +171,8 @@ def parse_experts(
         value = fields.get(name)
         return default if value is None else require_positive(value, f"{source}: {name}")
 
+    if family.switch and not fields.get(family.switch):
+        return None
     num_experts = _count(fields, family.count_fields, source)
     dense_layers = _dense_layers(fields, source, num_layers)
     if num_experts == 0 or len(dense_layers) == num_layers:
@@ -176,6 +197,8 @@ def parse_experts(
         has_bias=family.has_bias,
         swiglu_limit=number("swiglu_limit", 7.0) if family.is_clamped else 0.0,
         swiglu_alpha=number("swiglu_alpha", 1.702) if family.is_clamped else 1.0,
+        has_gelu=has_gelu,
+        is_beside_mlp=family.is_beside_mlp,
         tensors=family.tensors,
     )
 

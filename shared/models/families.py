@@ -284,8 +284,21 @@ _GEMMA4 = replace(
     refused={
         **_GEMMA4_UNIFIED.refused,
         "hidden_size_per_layer_input": (0,),
-        "enable_moe_block": (False,),
     },
+    other_names={"num_experts_per_tok": "top_k_experts"},
+    experts=ExpertsFamily(
+        always_normalises=True,
+        is_beside_mlp=True,
+        switch="enable_moe_block",
+        tensors=ExpertTensors(
+            block="",
+            router="router.proj",
+            expert_scale="router.per_expert_scale",
+            is_fused=True,
+            is_halved=True,
+            is_transposed=False,
+        ),
+    ),
     defaults={
         **_GEMMA4_UNIFIED.defaults,
         "hidden_size_per_layer_input": 256,

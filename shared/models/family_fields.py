@@ -27,12 +27,13 @@ _MULTIPLIERS = {
 
 
 def has_gelu(fields: Mapping[str, Any], source: str, family: Family) -> bool:
-    """Return whether gates of MLPs pass gelu, approximated by tanh, not silu.
+    """Return whether gates of MLPs and experts pass gelu, approximated by tanh, not silu.
 
     Raises: CheckpointError naming the field.
     """
     name = fields.get(family.activation_field) or "silu"
-    allowed = ("silu", "swish") if family.experts else ("silu", "swish", _GELU)
+    is_clamped = family.experts is not None and family.experts.is_clamped
+    allowed = ("silu", "swish") if is_clamped else ("silu", "swish", _GELU)
     if name not in allowed:
         raise CheckpointError(
             f"{source}: {family.activation_field} = {name!r} is not supported, only "

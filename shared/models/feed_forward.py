@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
+
+import torch
 
 from shared.kernels.fp8_rows import ProductRows, wants_fp8_rows
 from shared.kernels.linear_swiglu import linear_swiglu
+from shared.kernels.rms_norm import rms_norm, rms_norm_fp8
 from shared.kernels.swiglu import Activation
 from shared.models.attention import Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
 from shared.models.experts import Experts
-from shared.models.projections import Product, load_biases, load_rows, multiply
+from shared.models.projections import (
+    Product,
+    add,
+    load_biases,
+    load_norm,
+    load_rows,
+    multiply,
+)
 
 
 class FeedForward(Protocol):
@@ -23,11 +34,12 @@ class FeedForward(Protocol):
 
     reads_fp8_rows: bool
 
-    def forward(self, x: ProductRows, rows: Rows) -> Product:
+    def forward(self, x: ProductRows, rows: Rows, stream: torch.Tensor) -> Product:
         """Return what to add to the residual stream.
 
         Args:
             x: [T, h].
+            stream: [T, h], the residual stream, which x is normed from.
         """
 
 
@@ -42,7 +54,8 @@ def load_feed_forward(
     experts = config.experts
     if experts is None or layer_id in experts.dense_layers:
         return MLP(reader, f"{prefix}.mlp", config)
-    return Experts(reader, prefix, experts, config.hidden_size, experts.index_of(layer_id))
+    own = Experts(reader, prefix, experts, config.hidden_size, experts.index_of(layer_id))
+    return ExpertsBesideMLP(reader, prefix, config, own) if experts.is_beside_mlp else own
 
 
 class MLP:
@@ -67,7 +80,12 @@ class MLP:
             self._down_bias = reader.load(f"{prefix}.down_proj.bias", (hidden,))
             self._down_bias *= config.residual_multiplier
 
-    def forward(self, x: ProductRows, rows: Rows | None = None) -> Product:  # noqa: ARG002
+    def forward(
+        self,
+        x: ProductRows,
+        rows: Rows | None = None,  # noqa: ARG002
+        stream: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> Product:
         """Return what to add to the residual stream; padding is computed like any row.
 
         Args:
@@ -75,3 +93,52 @@ class MLP:
         """
         inner = linear_swiglu(x, self._gate_up, self._gate_up_bias, self._activation)
         return multiply(inner, self._down, self._down_bias, self._residual_multiplier)
+
+
+class ExpertsBesideMLP:
+    """An MLP and experts, both of which read the residual stream; the sum of what they return,
+    each normed, is the output.
+
+    Experts have a norm of their own before them. So has their router: without a weight, but each
+    value is multiplied by a learned number, and by hidden_size**-0.5.
+
+    Args:
+        prefix: Name of the layer in the checkpoint, "model.layers.0".
+        experts: Of the layer.
+
+    Source: transformers' Gemma4TextDecoderLayer.
+    """
+
+    def __init__(
+        self, reader: CheckpointReader, prefix: str, config: ModelConfig, experts: Experts
+    ) -> None:
+        hidden, self._eps = config.hidden_size, config.rms_norm_eps
+
+        def norm(name: str) -> torch.Tensor:
+            return load_norm(reader, f"{prefix}.{name}.weight", hidden, config.norm_rule)
+
+        self._mlp = MLP(reader, f"{prefix}.mlp", config)
+        self._experts = experts
+        self._mlp_norm = norm("post_feedforward_layernorm_1")
+        self._experts_input_norm = norm("pre_feedforward_layernorm_2")
+        self._experts_norm = norm("post_feedforward_layernorm_2")
+        scale = reader.load(f"{prefix}.router.scale", (hidden,), dtype=torch.float32)
+        self._router_norm = scale * hidden**-0.5
+        self.reads_fp8_rows = self._mlp.reads_fp8_rows
+
+    def forward(self, x: ProductRows, rows: Rows, stream: torch.Tensor) -> Product:
+        """Return what to add to the residual stream.
+
+        Args:
+            x: [T, h], what the MLP reads.
+            stream: [T, h], what the experts and their router read.
+        """
+        eps, norm = self._eps, self._experts_input_norm
+        judged = rms_norm(stream, self._router_norm, eps)
+        to_fp8 = self._experts.reads_fp8_rows
+        inner = rms_norm_fp8(stream, norm, eps) if to_fp8 else rms_norm(stream, norm, eps)
+        of_mlp = replace(self._mlp.forward(x), norm=self._mlp_norm, eps=eps)
+        of_experts = self._experts.forward(inner, rows, judged=judged)
+        of_experts = replace(of_experts, norm=self._experts_norm, eps=eps)
+        total = add(add(torch.zeros_like(stream), of_mlp), of_experts)
+        return Product(addends=total.float()[None], bias=None)

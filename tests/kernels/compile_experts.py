@@ -19,15 +19,17 @@ from tests.kernels.compile_options import DOT_DTYPES, blocks, descriptors, launc
 
 
 def choice_kernels():
-    """Yield, as `kernels` does, what chooses the experts of rows, of Qwen3, gpt-oss, DeepSeek."""
-    for num_experts, is_grouped, is_of_chosen in (
-        (128, False, False),
-        (32, False, True),
-        (256, True, False),
+    """Yield, as `kernels` does, what chooses the experts of rows, of Qwen3, Gemma 4, gpt-oss,
+    DeepSeek."""
+    for num_experts, is_grouped, is_of_chosen, has_scales in (
+        (128, False, False, False),
+        (128, False, False, True),
+        (32, False, True, False),
+        (256, True, False, False),
     ):
         yield (
             expert_choice._choose_experts_kernel,
-            ["*fp32", "*fp32", "*i32", "*i32", "*fp32", "i32", "i32", "fp32"],
+            ["*fp32", "*fp32", "*fp32", "*i32", "*i32", "*fp32", "i32", "i32", "fp32"],
             {
                 "NUM_EXPERTS": num_experts,
                 "BLOCK": num_experts,
@@ -36,6 +38,7 @@ def choice_kernels():
                 "IS_SIGMOID": is_grouped,
                 "IS_OF_CHOSEN": is_of_chosen,
                 "HAS_BIAS": is_grouped or is_of_chosen,
+                "HAS_SCALES": has_scales,
                 "IS_NORMALISED": True,
                 "NUM_GROUPS": 8 if is_grouped else 1,
                 "GROUP_BLOCK": 8 if is_grouped else 1,
@@ -81,12 +84,14 @@ def expert_kernels(dtype: str):
         if has_fp8_rows:
             tiles = linear_swiglu.choose_fp8_row_tiles(rows_per_expert, by_block=True)
         weight, tiles = _weight(dtype, tiles, form)
-        yield (
-            expert_products._expert_swiglu_kernel,
-            [x, *weight, row_scales, *ids, values, values, *["i32"] * 3],
-            {**shape, **blocks(tiles), "LIMIT": 7.0 * is_mxfp4, "ALPHA": 1.702},
-            launch_options(tiles),
-        )
+        for activation in ("silu", "gelu_tanh") if form == "" else ("silu",):
+            acting = {"LIMIT": 7.0 * is_mxfp4, "ALPHA": 1.702, "ACTIVATION": activation}
+            yield (
+                expert_products._expert_swiglu_kernel,
+                [x, *weight, row_scales, *ids, values, values, *["i32"] * 3],
+                {**shape, **blocks(tiles), **acting},
+                launch_options(tiles),
+            )
         tiles = expert_tiles.choose_down_tiles(rows_per_expert, size, is_fp8=is_fp8)
         if has_fp8_rows:
             tiles = linear_tiles.choose_fp8_row_tiles(rows_per_expert, (2048, 768), by_block=True)

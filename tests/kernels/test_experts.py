@@ -76,6 +76,17 @@ def test_choice_is_that_of_a_reference(device: torch.device, name: str) -> None:
         torch.testing.assert_close(got, torch.tensor([*want.values()]), rtol=1e-5, atol=1e-6)
 
 
+def test_weights_of_experts_are_scaled_in_the_end(device: torch.device) -> None:
+    rule, num_rows = RULES["qwen3"], 5
+    logits = torch.randn(1, num_rows, NUM_EXPERTS).to(device)
+    scales = torch.randn(NUM_EXPERTS).to(device)
+    plain = choose_experts(logits, None, indptr_of(num_rows - 1, device), rule)
+    scaled = choose_experts(logits, None, indptr_of(num_rows - 1, device), rule, None, scales)
+    assert torch.equal(scaled.ids, plain.ids)
+    live = plain.weights[:-1] * scales[plain.ids[:-1].long()]
+    assert torch.equal(scaled.weights[:-1], live) and (scaled.weights[-1] == 0).all()
+
+
 def test_ties_go_to_the_lower_expert_and_group(device: torch.device) -> None:
     logits = torch.zeros(1, 2, 8)
     logits[0, 1, [3, 5]] = 1.0
@@ -154,7 +165,7 @@ class Layer:
         widths: tuple[int, int, int],
         *,
         count: int,
-        is_limited: bool = False,
+        activation: str = "silu",
     ) -> None:
         width_k, width_f, self.width_n = widths
         self.gate_up = torch.randn(NUM_EXPERTS, 2 * width_f, width_k) / width_k**0.5
@@ -165,8 +176,8 @@ class Layer:
             hold_experts(products, iter(w), NUM_EXPERTS) for w in (self.gate_up, self.down)
         ]
         self.count = count
-        self.form = ExpertForm()
-        if is_limited:
+        self.form = ExpertForm(activation="gelu_tanh" if activation == "gelu_tanh" else "silu")
+        if activation == "limited":
             self.form = ExpertForm(
                 gate_up_bias=torch.randn(NUM_EXPERTS, 2 * width_f).to(device, dtype),
                 down_bias=torch.randn(NUM_EXPERTS, self.width_n).to(device, dtype),
@@ -197,6 +208,8 @@ class Layer:
         if form.limit:
             gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
             inner = gate * (form.alpha * gate).sigmoid() * (up + 1)
+        elif form.activation == "gelu_tanh":
+            inner = torch.nn.functional.gelu(gate, approximate="tanh") * up
         else:
             inner = gate * gate.sigmoid() * up
         y = self.down[expert].double().cpu() @ inner
@@ -208,19 +221,21 @@ def rows_of(chosen: ChosenExperts, rows: list[int]) -> ChosenExperts:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "widths", "is_limited"),
+    ("dtype", "widths", "activation"),
     [
-        (torch.float32, (1, 1, 1), False),
-        (torch.float32, (130, 70, 66), False),
-        (torch.float32, (66, 70, 130), True),
-        (torch.float16, (64, 64, 128), True),
-        (torch.bfloat16, (72, 40, 24), False),
+        (torch.float32, (1, 1, 1), "silu"),
+        (torch.float32, (130, 70, 66), "silu"),
+        (torch.float32, (66, 70, 130), "limited"),
+        (torch.float32, (66, 70, 130), "gelu_tanh"),
+        (torch.float16, (64, 64, 128), "limited"),
+        (torch.bfloat16, (72, 40, 24), "silu"),
+        (torch.bfloat16, (72, 40, 24), "gelu_tanh"),
     ],
 )
 def test_products_are_those_of_a_reference(
-    device: torch.device, dtype: torch.dtype, widths: tuple[int, int, int], *, is_limited: bool
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int, int], activation: str
 ) -> None:
-    layer = Layer(device, dtype, widths, count=2, is_limited=is_limited)
+    layer = Layer(device, dtype, widths, count=2, activation=activation)
     chosen = layer.choose([[0, 3], [3, 11], [1, 3], [0, 10], [NUM_EXPERTS] * 2])
     x = torch.randn(5, widths[0]).to(device, dtype)
     got = layer.apply(x, chosen)
@@ -234,13 +249,13 @@ def test_products_are_those_of_a_reference(
             )
 
 
-@pytest.mark.parametrize("is_limited", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "limited", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", first_if_interpreted([torch.float32, torch.bfloat16]))
 def test_bits_of_a_row_do_not_depend_on_the_others(
-    device: torch.device, dtype: torch.dtype, *, is_limited: bool
+    device: torch.device, dtype: torch.dtype, activation: str
 ) -> None:
     """Alone, among many, all on one expert, on experts of their own, in any order, padded."""
-    layer = Layer(device, dtype, (67, 20, 18), count=3, is_limited=is_limited)
+    layer = Layer(device, dtype, (67, 20, 18), count=3, activation=activation)
     num_rows, own = 35, [2, 5, 9]
     x = torch.randn(num_rows, 67).to(device, dtype)
     crowds = {

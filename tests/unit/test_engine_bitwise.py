@@ -62,6 +62,9 @@ TARGETS: dict[str, Callable[[Path], Path]] = {
         d, shape=shape(2, 2, 256), sliding_window=9
     ),
     "gemma4-4:2x24-and-4:1x40": lambda d: families.write(d, "gemma4_text", **families.GEMMA4),
+    "gemma4-6-experts-beside-mlp": lambda d: families.write(
+        d, "gemma4_text", **families.GEMMA4_EXPERTS
+    ),
     "mistral-4:2x16-window-over-tiles": lambda d: checkpoints.write_mistral(
         d, shape=shape(4, 2, 16), sliding_window=70
     ),

@@ -64,6 +64,7 @@ TARGETS: dict[str, Callable[[Path], Path]] = {
 }
 DRAFTS = {
     "gemma4": ("eagle3", "standalone", "frozen_kv_mtp"),
+    "gemma4-experts": ("eagle3", "standalone", "frozen_kv_mtp"),
     "deepseek-v3": ("eagle3", "standalone", "mtp"),
     "deepseek-v3-three-mtp": ("mtp",),
     "deepseek-v3-fp8": ("mtp",),

@@ -286,9 +286,20 @@ def test_exaone_4_as_published(tmp_path: Path) -> None:
             "shared_expert_intermediate_size",
         ),
         (
-            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
+            {"architectures": ["GptOssForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
             | {"moe_intermediate_size": 8, "hidden_act": "gelu_pytorch_tanh"},
             "hidden_act = 'gelu_pytorch_tanh' is not supported, only silu",
+        ),
+        (
+            {"architectures": ["Gemma4ForCausalLM"], "hidden_size_per_layer_input": 0}
+            | {"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 8},
+            "num_experts_per_tok",
+        ),
+        (
+            {"architectures": ["Gemma4ForCausalLM"], "hidden_size_per_layer_input": 0}
+            | {"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 8}
+            | {"top_k_experts": 5},
+            "num_experts_per_tok = 5 is more than the 4 experts",
         ),
     ],
 )

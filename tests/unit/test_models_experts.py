@@ -35,7 +35,7 @@ from tests.quantized import write_fp8
 from tests.unit.test_models_llama import Runner, load_transformers, tokens_of
 
 CPU = torch.device("cpu")
-EVERY_LAYER = ("mixtral", "gpt_oss", "minimax_m2", "olmoe")
+EVERY_LAYER = ("mixtral", "gpt_oss", "minimax_m2", "olmoe", "gemma4_experts")
 DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
 
 
@@ -63,7 +63,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[ChosenExperts]:
     [
         *("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
         *("glm4_moe_lite", "minimax_m2", "olmoe", "dots1", "ernie4_5_moe", "qwen3_vl_moe"),
-        "mimo_v2_flash",
+        *("mimo_v2_flash", "gemma4_experts"),
     ],
 )
 def test_routers_choose_whom_those_of_transformers_choose(
@@ -74,17 +74,21 @@ def test_routers_choose_whom_those_of_transformers_choose(
     if name == "qwen3_vl_moe":
         directory = families.write_qwen3_vl(tmp_path, **fields)
     else:
-        directory = families.write(tmp_path, name, **fields)
+        kind = "gemma4_text" if name == "gemma4_experts" else name
+        directory = families.write(tmp_path, kind, **fields)
     oracle = load_transformers(directory)
     outputs: list[Any] = []
-    for layer in getattr(oracle.model, "language_model", oracle.model).layers:
+    layers = getattr(oracle.model, "language_model", oracle.model).layers
+    for layer in layers:
         router = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
+        router = router or getattr(layer, "router", None)
         if router is not None:
             router.register_forward_hook(lambda *call: outputs.append(call[2]))
     ids = tokens_of(64)
     oracle(torch.tensor([ids]))
     Runner(CausalLM.from_checkpoint(directory, CPU, torch.float32)).extend(ids)
-    assert len(chosen) == len(outputs) == (3 if name in EVERY_LAYER else 2)
+    num_layers = len(layers) if name in EVERY_LAYER else 2
+    assert len(chosen) == len(outputs) == num_layers
     for ours, (_, weights, want) in zip(chosen, outputs, strict=True):
         order = want.argsort(dim=1)
         assert torch.equal(ours.ids.long(), want.gather(1, order))
