@@ -182,11 +182,14 @@ def _hold_fused(
         is_transposed: As in ExpertTensors.
     """
     num_experts, width_n, width_k = shape
+    is_in_order = torch.equal(rows, torch.arange(width_n))
     if f"{name}{_BLOCKS}" not in reader.names:
         if is_transposed:
             weights = reader.load(name, (num_experts, width_k, width_n)).mT
         else:
             weights = reader.load(name, shape)
+            if is_in_order and not reader.packs_weights():
+                return weights
         rows = rows.to(weights.device)
         ordered = (weight[rows] for weight in weights)
         return hold_experts(reader.products, ordered, num_experts)
