@@ -21,9 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from shared.errors import InvalidTreeError
 from shared.messages import (
-    DraftRound,
     PathBatch,
-    PathEntry,
     PathRows,
     PeerAttach,
     PeerTree,
@@ -32,7 +30,7 @@ from shared.messages import (
     TreeShape,
 )
 from shared.peer.channel import PeerChannel
-from shared.tree import are_trees, check_tree
+from shared.tree import are_trees
 from target_service.batch_window import BatchWindow
 from target_service.budgets.shapes import TreeShapes
 from target_service.draft_peer import DraftPeer, MailboxUse, Progress
@@ -42,6 +40,7 @@ from target_service.nodes import AcceptedNodes, SampledTrees
 from target_service.path_rows import place_rows
 from target_service.request import ROOT_ONLY, Phase, QueuedRound, TargetRequest
 from target_service.resting import begin_rest, report_rest
+from target_service.tree_orders import check_ordered_tree, may_order, path_entry, put_order
 from target_service.tree_source import TreeSource
 
 _NextShapes = tuple[TreeShape, TreeShape | None]  # of the tree that is ordered, of the one after
@@ -118,7 +117,7 @@ class PeerRounds(TreeSource):
 
     def order(self, request: TargetRequest) -> None:
         peer, round_idx = request.draft, request.round_idx + 1
-        if peer is None or peer.credit is None or not _may_order(request, peer, round_idx):
+        if peer is None or peer.credit is None or not may_order(request, peer, round_idx):
             return
         if request.phase is not Phase.RUNNING:
             return
@@ -148,19 +147,19 @@ class PeerRounds(TreeSource):
                     peer.ordered_round = round_idx
                     self._queue(request, ROOT_ONLY)
                 else:
-                    _put_order(request, peer, shape)
+                    put_order(request, peer, shape)
                     self.window.ordered(request.request_id, shape.num_draft_tokens)
             case Progress.JOINING if not self._goes_on_joining(request, peer):
                 _has_caught_up(request, peer)
             case Progress.JOINING if shape and peer.num_tokens_sent < len(request.tokens):
-                _put_order(request, peer, shape)  # for its tokens: the tree will be late
+                put_order(request, peer, shape)  # for its tokens: the tree will be late
             case Progress.BEHIND | Progress.RESTING if shape is not None:
                 self._state.features.wake(request)
-                _put_order(request, peer, shape)  # no other tree waits for this one
+                put_order(request, peer, shape)  # no other tree waits for this one
                 peer.progress = Progress.ASKED
             case Progress.ASKED if round_idx >= peer.ordered_round + ASK_ROUNDS and shape:
                 report_rest(self._state, request, peer, is_resting=False)
-                _put_order(request, peer, shape)
+                put_order(request, peer, shape)
 
     def order_next(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], features: FeatureRows | None
@@ -220,7 +219,7 @@ class PeerRounds(TreeSource):
         for request, path in zip(requests, paths, strict=True):
             assert request.draft is not None
             tag = self._next_round_tag(request, request.draft, shape, following)
-            entries.append(_entry(request, request.draft, path, tag))
+            entries.append(path_entry(request, request.draft, path, tag))
         batch = PathBatch(parts=tuple(entries), shape=shape, following=following, rows=rows)
         channel.put(batch, prepare=prepare)
         self._note_orders(channel, shape, requests, paths)
@@ -309,7 +308,7 @@ class PeerRounds(TreeSource):
         elif request.queued is None:
             self.window.arrived(tree.request_id)
             vocab_size = self._state.info.vocab_size
-            _check(request, credit, tree, is_sound=is_sound, vocab_size=vocab_size)
+            check_ordered_tree(request, credit, tree, is_sound=is_sound, vocab_size=vocab_size)
             recorder.begin(*key, peer.ordered_ns)
             recorder.include(*key, "draft", tree.times)
             recorder.stage(*key, "channel")
@@ -372,7 +371,7 @@ class PeerRounds(TreeSource):
         elif request.num_in_flight > 1 and not self._is_launched(request, request.round_idx + 2):
             return False
         return (
-            _may_order(request, peer, request.round_idx + 2)
+            may_order(request, peer, request.round_idx + 2)
             and self._state.features.can_send_early(request, path.seq_len)
             and peer.num_tokens_sent == len(request.tokens)
             and len(request.tokens) + num_tokens < request.token_limit
@@ -388,72 +387,3 @@ def _has_caught_up(request: TargetRequest, peer: DraftPeer) -> None:
     """Let the rounds that are not launched yet wait for trees."""
     peer.progress = Progress.CAUGHT_UP
     peer.waits_from = request.round_idx + request.num_in_flight + 1
-
-
-def _entry(
-    request: TargetRequest, peer: DraftPeer, path: AcceptedNodes, round_tag: int
-) -> PathEntry:
-    """Return the part of a PathBatch that orders the tree after a path, not committed yet."""
-    return PathEntry(
-        request.request_id,
-        request.target_epoch,
-        peer.draft_epoch,
-        request.round_idx + 2,
-        path.seq_len,
-        path.token_ids,
-        request.req_idx,
-        round_tag,
-    )
-
-
-def _put_order(request: TargetRequest, peer: DraftPeer, shape: TreeShape) -> None:
-    """Order the tree after what is committed."""
-    peer.channel.put(
-        DraftRound(
-            request_id=request.request_id,
-            target_epoch=request.target_epoch,
-            draft_epoch=peer.draft_epoch,
-            round_idx=request.round_idx + 1,
-            seq_len=request.committed_len,
-            token_offset=peer.num_tokens_sent,
-            token_ids=tuple(request.tokens[peer.num_tokens_sent :]),
-            shape=shape,
-        )
-    )
-    peer.ordered_round = request.round_idx + 1
-    peer.num_tokens_sent = len(request.tokens)
-    peer.ordered_ns = time.monotonic_ns()
-
-
-def _may_order(request: TargetRequest, peer: DraftPeer, round_idx: int) -> bool:
-    """Return whether the tree of a round is covered by the credit and not ordered yet."""
-    return peer.ordered_round < round_idx <= request.credit_until
-
-
-def _check(
-    request: TargetRequest,
-    credit: PeerTrees,
-    tree: PeerTree,
-    *,
-    is_sound: bool,
-    vocab_size: int,
-) -> None:
-    """Raise InvalidTreeError unless a tree is one that could be ordered.
-
-    Args:
-        is_sound: It is known to be a tree, of tokens of the vocabulary.
-    """
-    if tree.seq_len != request.committed_len:
-        raise InvalidTreeError(
-            f"seq_len is {tree.seq_len}, expected {request.committed_len}", field="seq_len"
-        )
-    root_token_id, most = request.tokens[-1], credit.shape.num_draft_tokens
-    if is_sound and tree.token_ids[0] == root_token_id and len(tree.token_ids) <= most:
-        return
-    check_tree(
-        tree.token_ids,
-        tree.parent_index,
-        root_token_id=root_token_id,
-        vocab_size=vocab_size,
-        max_num_nodes=most,
-    )
