@@ -7,10 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shared.kernels.quantized import QuantizedWeight
-
-# Values that are looked at at once: few launches for small weights, and little memory.
-_CHECKED_VALUES = 16 << 20
+from shared.kernels.quantized import QuantizedWeight, are_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +41,8 @@ class QuantizedExperts:
 
         Returns: [E] bool on the device, which nobody has waited for yet.
         """
-        at_once = max(1, _CHECKED_VALUES // self.values[0].numel())
-        bits = self.values.view(torch.uint8).flatten(1).split(at_once)
-        are_numbers = torch.cat([((part & 0x7F) != 0x7F).all(dim=1) for part in bits])
-        return are_numbers & self.scales.isfinite().flatten(1).all(dim=1)
+        have_numbers = are_numbers(self.values.view(torch.uint8).flatten(1))
+        return have_numbers & self.scales.isfinite().flatten(1).all(dim=1)
 
     def __len__(self) -> int:
         return len(self.values)

@@ -24,8 +24,10 @@ E4M3_MAX = 448.0
 # Values of k that share a scale, where an output has more than one.
 SCALE_BLOCK = 128
 _BLOCK = tl.constexpr(SCALE_BLOCK)
-# Rows of a weight that become FP8 at once.
+# Rows of a weight that become FP8, or come from it, at once.
 _QUANTIZED_ROWS = 1 << 13
+# Values that are looked at at once: few launches for small weights, and little memory for large.
+_CHECKED_VALUES = 16 << 20
 # e4m3 has 4 bits of exponent, with a bias of 7; moved to where bfloat16 and float32 have theirs, a
 # value lacks this factor. It is exact, of subnormal values too.
 _REBIAS = tl.constexpr(2.0**120)
@@ -78,20 +80,25 @@ class QuantizedWeight:
         """Return what shares a scale: "channel", an output, or "block"."""
         return "channel" if len(self.scales) == 1 else "block"
 
-    def dequantized(self) -> torch.Tensor:
-        """Return values times scales. [N, K] f32."""
-        scales = self.scales
-        if len(scales) > 1:
-            scales = scales.repeat_interleave(SCALE_BLOCK, dim=0)[: self.shape[1]]
-        return self.values.float() * scales.T
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return values times scales, rounded to a dtype. [N, K]."""
+        dense = torch.empty(self.shape, dtype=dtype, device=self.device)
+        # In parts, as `quantize`.
+        for begin in range(0, len(dense), _QUANTIZED_ROWS):
+            part = slice(begin, begin + _QUANTIZED_ROWS)
+            scales = self.scales[:, part]
+            if len(scales) > 1:
+                scales = scales.repeat_interleave(SCALE_BLOCK, dim=0)[: self.shape[1]]
+            dense[part] = self.values[part].float() * scales.T
+        return dense
 
     def is_finite(self) -> torch.Tensor:
         """Return whether no value is NaN (e4m3 has no infinity), and all scales are numbers.
 
         Returns: [] bool on the device, which nobody has waited for yet.
         """
-        is_number = (self.values.view(torch.uint8) & 0x7F) != 0x7F
-        return self.scales.isfinite().all() & is_number.all()
+        is_number = are_numbers(self.values.view(torch.uint8).reshape(1, -1))
+        return self.scales.isfinite().all() & is_number[0]
 
     def rearranged(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedWeight:
         """Return the weight with other rows, or in another order.
@@ -105,6 +112,21 @@ class QuantizedWeight:
             values=values.view(torch.float8_e4m3fn),
             scales=change(self.scales.T).T.contiguous(),
         )
+
+
+def are_numbers(bits: torch.Tensor) -> torch.Tensor:
+    """Return which rows of e4m3 hold no NaN; it has no infinity.
+
+    Args:
+        bits: [E, n] u8.
+    Returns: [E] bool on the device, which nobody has waited for yet.
+    """
+    width = min(max(bits.shape[1], 1), _CHECKED_VALUES)
+    rows = [
+        torch.stack([((part & 0x7F) != 0x7F).all(dim=1) for part in some.split(width, dim=1)])
+        for some in bits.split(_CHECKED_VALUES // width)
+    ]
+    return torch.cat(rows, dim=1).all(dim=0)
 
 
 GpuWeight = torch.Tensor | QuantizedWeight | Int4Weight

@@ -292,7 +292,7 @@ class CheckpointReader:
             if not weight.is_finite():
                 raise CheckpointError(
                     f"{self.directory}: the output layer holds NaN or infinity; get an undamaged "
-                    "checkpoint"
+                    "checkpoint, or one of its target if the draft has no output layer of its own"
                 )
         return self.products.weight(weight)
 
@@ -312,7 +312,7 @@ class CheckpointReader:
         info = self._infos.get(name)
         if info is None or info.dtype != FP8_DTYPE:
             return self.load(name, shape)
-        return self.load_quantized(name, shape).dequantized().to(self._dtype)
+        return self.load_quantized(name, shape).dequantized(self._dtype)
 
     def load_expert(self, name: str, shape: Sequence[int]) -> torch.Tensor | QuantizedWeight:
         """Return a weight of a routed expert on the device, in FP8 if the checkpoint has it so.
@@ -445,7 +445,9 @@ class CheckpointReader:
                     "one, one per row, or one per block of 128 x 128"
                 )
             parts.append(spread)
-        return torch.cat(parts) if len({part.shape[1:] for part in parts}) == 1 else None
+        if len({part.shape[1:] for part in parts}) > 1:
+            return None
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _take_scales(self, name: str) -> TensorInfo:
         """Return where the scales of a weight in FP8 are."""
@@ -486,14 +488,9 @@ class CheckpointReader:
             )
         return self._read(info, torch.int64)
 
-    def finish(self, extras: Collection[str] = (), *, within: str = "") -> None:
-        """Raise unless every tensor was loaded or is a known extra, and those in FP8 hold numbers.
-
-        Args:
-            extras: fnmatch patterns of tensors that are known and not needed.
-            within: Only tensors whose names begin so are meant.
-        Raises: CheckpointError naming the tensors that are left over, or one that holds NaN or
-            infinity, which kernels would take for numbers.
+    def check_numbers(self) -> None:
+        """Raise CheckpointError naming a tensor in FP8 that was loaded and holds NaN or infinity,
+        which kernels would take for numbers.
         """
         broken = _names_of_false(self._fp8_names, self._are_finite)
         if broken:
@@ -501,6 +498,16 @@ class CheckpointReader:
                 f"{self.directory}: tensor {self._infos[broken[0]].name!r} or its scales hold NaN "
                 "or infinity; get an undamaged checkpoint"
             )
+
+    def finish(self, extras: Collection[str] = (), *, within: str = "") -> None:
+        """Raise unless every tensor was loaded or is a known extra, and those in FP8 hold numbers.
+
+        Args:
+            extras: fnmatch patterns of tensors that are known and not needed.
+            within: Only tensors whose names begin so are meant.
+        Raises: CheckpointError naming the tensors that are left over, or as `check_numbers`.
+        """
+        self.check_numbers()
         left_over = sorted(
             self._infos[name].name
             for name in set(self._infos) - self._loaded

@@ -151,8 +151,10 @@ class Eagle3Draft(OneForward, Head):
         self._norm = reader.load("norm.weight", (hidden,))
         if target_head is None:
             size = config.draft_vocab_size or decoder.vocab_size
-            target_head = reader.load(_HEAD, (size, hidden))
-        self._head = reader.output_layer(target_head)
+            is_fp8 = reader.are_fp8([_HEAD])
+            load = reader.load_quantized if is_fp8 else reader.load
+            own_head = load(_HEAD, (size, hidden))
+        self._head = reader.output_layer(own_head if target_head is None else target_head)
         self.vocab_size = self._head.shape[0]
         self._target_ids = self._load_target_ids(reader, decoder.vocab_size)
 

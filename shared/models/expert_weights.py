@@ -134,6 +134,8 @@ def _load_fused(
     if not config.tensors.is_halved:
         order = torch.cat([order[0::2], order[1::2]])
     shapes = {"gate_up": (2 * width, hidden_size), "down": (hidden_size, width)}
+    stored = [f"{module}.{name}_proj{end}" for name in shapes for end in ("", _BLOCKS, _SCALES)]
+    reader.read_ahead([name] for name in stored if name in reader.names)
     held: dict[str, ExpertWeights] = {}
     biases: dict[str, torch.Tensor] = {}
     for projection, shape in shapes.items():

@@ -122,6 +122,7 @@ class ExpertsFamily:
 
     Args:
         count_fields: Names of the number of experts, any of them.
+        count_per_tok_field: Name of the number of experts of a token.
         width_field: Name of an expert's width.
         router_bias, has_bias, is_beside_mlp: As in ExpertsConfig.
         switch: Field that says whether there are any; "": their number does.
@@ -135,6 +136,7 @@ class ExpertsFamily:
     """
 
     count_fields: tuple[str, ...] = ("num_experts", "num_local_experts")
+    count_per_tok_field: str = "num_experts_per_tok"
     width_field: str = "moe_intermediate_size"
     scoring: Scoring = Scoring.SOFTMAX
     router_bias: str = ""
@@ -217,7 +219,7 @@ def _parse_choice(
     if family.has_groups and fields.get("topk_method") != "greedy":
         num_groups = require_int(fields, "n_group", source, default=1)
         num_chosen = require_int(fields, "topk_group", source, default=1)
-    per_token = require_int(fields, "num_experts_per_tok", source)
+    per_token = require_int(fields, family.count_per_tok_field, source)
     if num_experts % num_groups or num_chosen > num_groups:
         raise CheckpointError(
             f"{source}: n_group = {num_groups} must divide the {num_experts} experts, and "
@@ -225,7 +227,7 @@ def _parse_choice(
         )
     if per_token > num_experts // num_groups * num_chosen:
         raise CheckpointError(
-            f"{source}: num_experts_per_tok = {per_token} is more than the "
+            f"{source}: {family.count_per_tok_field} = {per_token} is more than the "
             f"{num_experts // num_groups * num_chosen} experts that are chosen from"
         )
     if num_groups > 1 and family.group_score is GroupScore.BEST_TWO and num_experts == num_groups:

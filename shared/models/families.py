@@ -285,8 +285,8 @@ _GEMMA4 = replace(
         **_GEMMA4_UNIFIED.refused,
         "hidden_size_per_layer_input": (0,),
     },
-    other_names={"num_experts_per_tok": "top_k_experts"},
     experts=ExpertsFamily(
+        count_per_tok_field="top_k_experts",
         always_normalises=True,
         is_beside_mlp=True,
         switch="enable_moe_block",

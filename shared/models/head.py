@@ -82,12 +82,16 @@ def read_target_embedding(
 
 def read_target_head(target_dir: Path, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Read the target's output layer, dequantised, with the scaling of its logits, and nothing
-    else. [V, h]."""
+    else. [V, h].
+
+    Raises: CheckpointError naming it, if it is in FP8 and holds no numbers.
+    """
     config = ModelConfig.from_checkpoint(target_dir)
     with open_language_model(target_dir, device, dtype) as reader:
         head = load_head(reader, config)
+        reader.check_numbers()
     if isinstance(head, QuantizedWeight):
-        head = head.dequantized().to(dtype)
+        head = head.dequantized(dtype)
     return head if config.logits_scaling == 1 else head / config.logits_scaling
 
 

@@ -73,6 +73,7 @@ class ReadAhead:
         self._num_threads = num_threads
         self._fill = fill
         self._report = report
+        assert stage_bytes % 8 == 0, "a value would lie in two parts"
         self._stage_bytes = stage_bytes
         self._min_share_bytes = min_share_bytes
         self._num_made = 0

@@ -293,13 +293,13 @@ def test_exaone_4_as_published(tmp_path: Path) -> None:
         (
             {"architectures": ["Gemma4ForCausalLM"], "hidden_size_per_layer_input": 0}
             | {"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 8},
-            "num_experts_per_tok",
+            "top_k_experts",
         ),
         (
             {"architectures": ["Gemma4ForCausalLM"], "hidden_size_per_layer_input": 0}
             | {"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 8}
             | {"top_k_experts": 5},
-            "num_experts_per_tok = 5 is more than the 4 experts",
+            "top_k_experts = 5 is more than the 4 experts",
         ),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 
 from orchestrator.pairing import ModelIdentity
 from shared.errors import CheckpointError
-from shared.kernels.quantized import QuantizedWeight, quantize
+from shared.kernels.quantized import QuantizedWeight, quantize, spread_scales
 from shared.messages import SamplingParams, TokenTree
 from shared.models.checkpoint import CheckpointReader, weight_bytes
 from shared.models.draft import load_draft
@@ -50,6 +50,8 @@ from tests.quantized import (
     FORMS,
     HEAD,
     compressed_config,
+    scales_of,
+    spread,
     write_dequantized,
     write_fp8,
     write_rounded,
@@ -429,6 +431,53 @@ def test_drafts_take_an_output_layer_in_fp8_from_the_checkpoint_of_their_target(
     hidden = torch.randn(3, drafts[0].hidden_size)
     logits, want = (draft.logits(hidden) for draft in drafts)
     assert torch.equal(logits, want)
+
+
+def test_an_eagle3_head_may_have_its_output_layer_in_fp8(models: Models, tmp_path: Path) -> None:
+    pairing = models.pairing("eagle3")
+    fp8 = write_fp8(pairing.draft, tmp_path / "fp8", "channel", has_fp8_head=True)
+    drafts = [
+        load_draft("eagle3", path, pairing.target, device=CPU, dtype=torch.float32)
+        for path in (fp8, write_dequantized(fp8, tmp_path / "plain"))
+    ]
+    hidden = torch.randn(3, drafts[0].hidden_size)
+    logits, want = (draft.logits(hidden) for draft in drafts)
+    assert torch.equal(logits, want)
+
+
+def test_an_output_layer_in_fp8_that_a_draft_takes_must_hold_numbers(
+    models: Models, tmp_path: Path
+) -> None:
+    def damage(tensors: Tensors) -> None:
+        tensors[HEAD].view(torch.uint8)[3, 2] = 0x7F
+
+    pairing = models.pairing("eagle")
+    fp8 = write_fp8(pairing.target, tmp_path / "fp8", "block", has_fp8_head=True)
+    target = edit_checkpoint(fp8, tensors=damage)
+    with pytest.raises(CheckpointError, match=f"{target}.*'{HEAD}' or its scales hold NaN"):
+        load_draft("eagle", pairing.draft, target, device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_are_dequantised_and_looked_at_in_parts_as_they_are_whole(
+    monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    weight = torch.randn(300, 140)
+    scales = scales_of(weight, form)
+    values = (weight / spread(scales, weight.shape)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    stored = spread_scales(scales[None], weight.shape)
+    assert stored is not None
+    fp8 = QuantizedWeight(values=values, scales=stored[0], dtype=torch.bfloat16)
+    whole = fp8.dequantized()
+    monkeypatch.setattr("shared.kernels.quantized._QUANTIZED_ROWS", 7)
+    assert torch.equal(fp8.dequantized(), whole)
+    assert torch.equal(fp8.dequantized(torch.bfloat16), whole.bfloat16())
+    for at_once in (1, 1000, 1 << 20):
+        monkeypatch.setattr("shared.kernels.quantized._CHECKED_VALUES", at_once)
+        assert fp8.is_finite()
+        values.view(torch.uint8)[299, 139] = 0xFF
+        assert not fp8.is_finite()
+        values.view(torch.uint8)[299, 139] = 0
 
 
 def test_weights_become_fp8_in_parts_as_they_do_whole(monkeypatch: pytest.MonkeyPatch) -> None:
