@@ -87,7 +87,7 @@ def test_proportional_rope_of_pairs_of_neighbours_is_refused() -> None:
         ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input = 8.*embedding of its"),
         ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input = 256"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2.*K and V of layers before"),
-        ({"enable_moe_block": True}, "enable_moe_block = True.*experts"),
+        ({"enable_moe_block": True}, "num_experts must be an integer"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types must end with full_attention"),
         ({"per_layer_config": {"4": {}}}, 'per_layer_config.*"0" to "3"'),
