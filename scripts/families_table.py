@@ -49,8 +49,8 @@ MODELS = {
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 270M, 1B",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B (its language model)",
-    "Gemma4ForCausalLM": "Gemma 4 (without embeddings per layer)",
-    "Gemma4ForConditionalGeneration": "Gemma 4 31B, 26B-A4B (their language models)",
+    "Gemma4ForCausalLM": "Gemma 4 E2B, E4B, 31B, 26B-A4B (their language models alone)",
+    "Gemma4ForConditionalGeneration": "Gemma 4 E2B, E4B, 31B, 26B-A4B (their language models)",
     "Gemma4UnifiedForCausalLM": "Gemma 4 12B (its language model alone)",
     "Gemma4UnifiedForConditionalGeneration": "Gemma 4 12B (its language model)",
     "GraniteForCausalLM": "Granite 3 (dense)",
@@ -204,17 +204,20 @@ DRAFTS = (
         ),
     ),
     Draft(
-        model="Gemma 4 12B, 31B",
+        model="Gemma 4 E2B, E4B, 12B, 31B, 26B-A4B",
         draft="its assistant",
         special="frozen-KV MTP: attends to K and V of two layers of the target; keeps no row of a "
         "node",
         equals=(
             "unit/test_models_frozen_kv.py::test_guesses_are_those_of_transformers[chunks1]",
+            "unit/test_models_frozen_kv.py::test_a_target_with_shared_kv_has_such_a_draft_as_well",
             f"{_FROZEN_KV}[True]",
         ),
         exact=(
             "unit/test_engine_exactness.py::test_output_equals_the_solo_plain_run[frozen_kv_mtp-4]",
             f"{_FAMILIES}[gemma4-frozen_kv_mtp-cpu]",
+            f"{_FAMILIES}[gemma4-e-frozen_kv_mtp-cpu]",
+            f"{_FAMILIES}[gemma4-experts-frozen_kv_mtp-cpu]",
         ),
     ),
     Draft(
@@ -262,6 +265,9 @@ def _attention_of(family: Family) -> list[str]:
         "norms of q and k after rope": family.has_late_qk_norm,
         "norms of v": family.has_v_norm,
         "other K/V heads in layers without a window, V from K's projection": family.has_layer_heads,
+        "the last layers attend to K and V of layers before them, if config.json says so": (
+            family.has_shared_kv
+        ),
         "biases of q, k, v": family.qkv_bias is True or family.defaults.get("attention_bias", False)
         or family.defaults.get("qkv_bias", False),
         "soft cap of scores": "attn_logit_softcapping" in family.implemented,
@@ -321,6 +327,8 @@ def _norms_of(family: Family) -> list[str]:
         parts.append("gelu")
     if family.has_scaled_embedding:
         parts.append("scaled embeddings")
+    if family.has_per_layer_inputs:
+        parts.append("embeddings per layer, if config.json says so")
     if family.has_layer_scalar:
         parts.append("a factor of each layer's output")
     return parts

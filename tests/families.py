@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,7 +127,6 @@ GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
     },
 }
-GEMMA4_UNIFIED = {name: value for name, value in GEMMA4.items() if "per_layer" not in name}
 # Experts beside the MLP of each layer.
 GEMMA4_EXPERTS = GEMMA4 | {
     "enable_moe_block": True,
@@ -134,6 +134,27 @@ GEMMA4_EXPERTS = GEMMA4 | {
     "top_k_experts": 3,
     "moe_intermediate_size": 24,
 }
+# As E2B and E4B: layers read embeddings of their own, the last three have no K and V, and wider
+# MLPs. They attend to layers 1 (without a window) and 2.
+GEMMA4_E = GEMMA4 | {
+    "num_hidden_layers": 6,
+    "layer_types": [
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+    ],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": TINY.vocab_size + 24,
+}
+GEMMA4_UNIFIED, GEMMA4_UNIFIED_SHARED_KV = (
+    {name: value for name, value in fields.items() if "per_layer" not in name}
+    for fields in (GEMMA4, GEMMA4_E)
+)
 # Layers with a rotary embedding of their own, heads of one shape and a projection of V.
 GEMMA4_PLAIN = GEMMA4 | {
     "global_head_dim": 24,
@@ -427,11 +448,15 @@ def write_gemma4_unified_with_vision(directory: Path) -> Path:
     return write_tokenizer(directory)
 
 
-def write_gemma4_with_vision(directory: Path) -> Path:
-    """Write a Gemma 4 with a vision tower, whose config.json has the published fields of heads."""
+def write_gemma4_with_vision(directory: Path, fields: dict[str, Any] = GEMMA4) -> Path:
+    """Write a Gemma 4 with a vision tower, whose config.json has the published fields of heads.
+
+    Args:
+        fields: Of the language model, beside the sizes.
+    """
     import transformers
 
-    text = _SIZES | GEMMA4 | {"model_type": "gemma4_text", "pad_token_id": 0}
+    text = _SIZES | fields | {"model_type": "gemma4_text", "pad_token_id": 0}
     vision = {"model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 16}
     vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     vision |= {"head_dim": 8, "position_embedding_size": 16}
@@ -443,10 +468,29 @@ def write_gemma4_with_vision(directory: Path) -> Path:
     model.save_pretrained(directory)
 
     def publish(fields: dict[str, Any]) -> None:
-        del fields["text_config"]["per_layer_config"]
-        fields["text_config"] |= {name: GEMMA4[name] for name in _GLOBAL_HEADS}
+        text = fields["text_config"]
+        del text["per_layer_config"]
+        text |= {name: GEMMA4[name] for name in _GLOBAL_HEADS}
 
     return write_tokenizer(edit_checkpoint(directory, config=publish))
+
+
+def write_gemma4_e_with_vision(directory: Path) -> Path:
+    """Write a Gemma 4 as E2B is published: projections of V in all layers, and tensors of K and V
+    in layers that do not read them.
+    """
+    fields = GEMMA4_E | {"attention_k_eq_v": False, "num_key_value_heads": 1}
+    write_gemma4_with_vision(directory, fields)
+
+    def add_unread(tensors: Tensors) -> None:
+        prefix = "model.language_model.layers"
+        for layer_id, source in ((3, 1), (4, 2), (5, 1)):
+            for name in ("k_proj", "v_proj", "k_norm"):
+                like = tensors[f"{prefix}.{source}.self_attn.{name}.weight"]
+                unread = torch.full_like(like, torch.nan)
+                tensors[f"{prefix}.{layer_id}.self_attn.{name}.weight"] = unread
+
+    return edit_checkpoint(directory, tensors=add_unread)
 
 
 def write_gemma4_assistant(
@@ -494,15 +538,19 @@ def write_gemma4_assistant(
 def _soften(tensors: Tensors, share: float) -> None:
     """Let layers add little to the residual stream."""
     for name, tensor in tensors.items():
-        if "post_attention_layernorm" in name or "post_feedforward_layernorm" in name:
+        if re.search("post_(attention_layer|feedforward_layer|per_layer_input_)norm", name):
             tensor *= share
         if name.endswith("layer_scalar"):
             tensor.fill_(1)
 
 
-def write_gemma4_agreeable(directory: Path) -> Path:
-    """Write a target whose next token is mostly a function of the newest one."""
-    write(directory, "gemma4_text", **GEMMA4)
+def write_gemma4_agreeable(directory: Path, fields: dict[str, Any] = GEMMA4) -> Path:
+    """Write a target whose next token is mostly a function of the newest one.
+
+    Args:
+        fields: Of config.json, beside the sizes.
+    """
+    write(directory, "gemma4_text", **fields)
     return edit_checkpoint(directory, tensors=lambda tensors: _soften(tensors, 0.15))
 
 
@@ -534,10 +582,10 @@ def kv_sharing() -> Iterator[None]:
     )
 
     def modes(config: Any) -> list[str | None]:
-        kinds = config.layer_types
-        if config.num_kv_shared_layers == len(kinds):
-            return ["reuse"] * len(kinds)
-        return [None if kind in kinds[i + 1 :] else "store" for i, kind in enumerate(kinds)]
+        count = config.num_kv_shared_layers
+        kinds = config.layer_types[: len(config.layer_types) - count]
+        own = [None if kind in kinds[i + 1 :] else "store" for i, kind in enumerate(kinds)]
+        return [*own, *["reuse"] * count]
 
     patched = [
         mock.patch.object(one, "kv_sharing_modes", property(modes))
@@ -637,6 +685,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "gemma4-experts": lambda d: write(d, "gemma4_text", **GEMMA4_EXPERTS),
     "gemma4-plain": lambda d: write(d, "gemma4_text", **GEMMA4_PLAIN),
     "gemma4-with-vision": write_gemma4_with_vision,
+    "gemma4-e": lambda d: write(d, "gemma4_text", **GEMMA4_E),
+    "gemma4-e-with-vision": write_gemma4_e_with_vision,
     "gemma4-unified": lambda d: write(d, "gemma4_unified_text", **GEMMA4_UNIFIED),
     "gemma4-unified-with-vision": write_gemma4_unified_with_vision,
     "olmo3": lambda d: write(d, "olmo3", **OLMO3),

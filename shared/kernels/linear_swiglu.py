@@ -183,7 +183,7 @@ def gelu_argument(gate):
 
 
 @triton.jit
-def _combined(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+def combine(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
     """Return f(gate) * up, both rounded before and the result after."""
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     inner = gate
@@ -223,7 +223,7 @@ def _store_swiglu(
         gate += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias_ptr + width_f + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     dtype = out_ptr.dtype.element_ty
-    out = _combined(gate, up, dtype, ACTIVATION)
+    out = combine(gate, up, dtype, ACTIVATION)
     out_ptrs = out_ptr + t.to(tl.int64)[None, :] * width_f + n[:, None]
     tl.store(out_ptrs, out, mask=in_rows[None, :] & in_n[:, None])
 
@@ -411,7 +411,7 @@ def _swiglu_addends_kernel(
     if HAS_BIAS:
         gate += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)
         up += tl.load(bias_ptr + width_f + n, mask=in_n, other=0.0).to(tl.float32)
-    out = _combined(gate, up, out_ptr.dtype.element_ty, ACTIVATION)
+    out = combine(gate, up, out_ptr.dtype.element_ty, ACTIVATION)
     tl.store(out_ptr + row * width_f + n, out, mask=in_n)
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import CheckpointError
-from shared.kv.layout import CacheShape, KVLayout
+from shared.kv.layout import KVLayout
 from shared.models.config_fields import refuse_fields, require_int
 from shared.models.decoder_config import ModelConfig, parse_model_config, read_config_json
+from shared.models.families import FAMILIES
 
 ASSISTANT_ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 # What its layers call themselves -> the family that they are of.
@@ -18,7 +19,14 @@ _LAYER_FAMILIES = {
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
 }
-_REASONS = {"use_double_wide_mlp": "MLPs would be twice as wide"}
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "use_double_wide_mlp": (False,),
+    "hidden_size_per_layer_input": (0,),
+}
+_REASONS = {
+    "use_double_wide_mlp": "MLPs would be twice as wide",
+    "hidden_size_per_layer_input": "layers would read embeddings of their own of each token",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +78,8 @@ class AssistantConfig:
                 f"{' or '.join(_LAYER_FAMILIES)}, got {text!r}"
             )
         place = f"{source}: text_config"
-        refuse_fields(text, place, {"use_double_wide_mlp": (False,)}, _REASONS)
+        family = _LAYER_FAMILIES[text["model_type"]]
+        refuse_fields({**FAMILIES[family].defaults, **text}, place, _REFUSED, _REASONS)
         num_layers = require_int(text, "num_hidden_layers", place)
         if text.get("num_kv_shared_layers") not in (None, 0, num_layers):
             raise CheckpointError(
@@ -80,7 +89,7 @@ class AssistantConfig:
         tied = fields.get("tie_word_embeddings", True)
         dtype = fields.get("dtype") or text.get("dtype")
         own = {"num_kv_shared_layers": 0, "tie_word_embeddings": tied, "dtype": dtype}
-        decoder = parse_model_config({**text, **own}, place, _LAYER_FAMILIES[text["model_type"]])
+        decoder = parse_model_config({**text, **own}, place, family)
         windows = decoder.layer_windows or (decoder.sliding_window,) * num_layers
         seen = tuple(window and window + 1 for window in windows)
         return cls(
@@ -91,8 +100,8 @@ class AssistantConfig:
         )
 
     def kv_layer_ids(self, target: ModelConfig) -> tuple[int, int]:
-        """Return the layers of a target whose K and V it reads: the last one with a window and the
-        last one without.
+        """Return the layers of a target whose K and V it reads: those that the target's last layer
+        with a window attends to, and its last one without.
 
         Raises: CheckpointError if the target has no such layers, or their heads are others.
         """
@@ -107,10 +116,10 @@ class AssistantConfig:
             last - next(i for i, window in enumerate(reversed(windows)) if (window == 0) is is_full)
             for is_full in (False, True)
         ]
-        shapes = target.kv_layout.layers
+        by_kind = [target.kv_layer(layer_id) for layer_id in by_kind]
         for layer_id, cache in enumerate(self.cache_of_layer):
             own = self.decoder.at_layer(layer_id)
-            has = shapes[by_kind[cache]]
+            has = target.cache_shape(by_kind[cache])
             if (own.num_kv_heads, own.head_dim, own.head_dim) != (has.num_heads, *has.widths):
                 raise CheckpointError(
                     f"{self.source}: layer {layer_id} has num_key_value_heads = "
@@ -122,8 +131,7 @@ class AssistantConfig:
 
     def kv_layout(self, target: ModelConfig) -> KVLayout:
         """Return the caches of the two layers that it keeps a copy of."""
-        shapes: tuple[CacheShape, ...] = target.kv_layout.layers
-        return KVLayout(layers=tuple(shapes[i] for i in self.kv_layer_ids(target)))
+        return KVLayout(layers=tuple(map(target.cache_shape, self.kv_layer_ids(target))))
 
 
 def _parse_clusters(

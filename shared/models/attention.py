@@ -74,6 +74,8 @@ class Rows:
         slot_mapping: [T] i32.
         expert_ids: [layers with experts, T, top_k] i32, where the choice of each layer is left;
             None: nobody asks.
+        per_layer_inputs: [T, layers, w], what each layer reads beside the residual stream; None:
+            nothing.
     """
 
     cos: torch.Tensor
@@ -81,6 +83,7 @@ class Rows:
     attention: TreeAttentionMetadata
     slot_mapping: torch.Tensor
     expert_ids: torch.Tensor | None = None
+    per_layer_inputs: torch.Tensor | None = None
 
     def unrotated(self) -> Rows:
         """Return the same rows for a layer without a rotary embedding."""

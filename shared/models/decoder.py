@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import torch
 
+from shared.kernels.fp8_cache import UNSCALED
 from shared.kernels.fp8_rows import ProductRows
 from shared.models.attention import Attention, LayerCaches, Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
 from shared.models.feed_forward import load_feed_forward
+from shared.models.kv_scales import load_kv_scales
 from shared.models.latent_attention import LatentAttention
+from shared.models.per_layer_inputs import PerLayerGate
 from shared.models.projections import Product, add, add_and_norm, add_and_norm_fp8, load_norm
 from shared.models.query_attention import QueryAttention
 from shared.progress import note_progress
@@ -41,7 +44,7 @@ class DecoderLayer:
 
     Args:
         prefix: Name of the layer in the checkpoint, "model.layers.0".
-        layer_id: Which layer of the decoder it is; says whether it has experts.
+        layer_id: Which layer of the decoder it is; says what it has that others do not.
         has_input_norm: False: attention reads the residual stream as it is (EAGLE-1/2, layer 0).
     """
 
@@ -54,7 +57,8 @@ class DecoderLayer:
         *,
         has_input_norm: bool = True,
     ) -> None:
-        hidden, config = config.hidden_size, config.at_layer(layer_id)
+        hidden, model = config.hidden_size, config
+        config = model.at_layer(layer_id)
         self._eps = config.rms_norm_eps
 
         def norm(name: str | None) -> torch.Tensor | None:
@@ -67,8 +71,12 @@ class DecoderLayer:
         self._attention_norm = norm(norms.after_attention)
         self._mlp_input_norm = norm(norms.before_mlp)
         self._mlp_norm = norm(norms.after_mlp)
-        self._attention = _attention_class(config)(reader, f"{prefix}.self_attn", config, hidden)
+        self._attention = _load_attention(reader, prefix, model, layer_id)
         self._feed_forward = load_feed_forward(reader, prefix, config, layer_id)
+        self._per_layer, self._layer_id = None, layer_id
+        if config.per_layer is not None:
+            self._per_layer = PerLayerGate(reader, prefix, config, config.per_layer.width)
+            self._per_layer_norm = norm("post_per_layer_input_norm")
         self._scalar = None
         if config.has_layer_scalar:
             self._scalar = reader.load(f"{prefix}.layer_scalar", (1,))
@@ -101,6 +109,10 @@ class DecoderLayer:
         to_fp8 = self._feed_forward.reads_fp8_rows
         x, normed = self._add(x, product, self._mlp_input_norm, to_fp8=to_fp8)
         product = self._normed(self._feed_forward.forward(normed, rows, x), self._mlp_norm)
+        if self._per_layer is not None:
+            assert rows.per_layer_inputs is not None, "its embeddings are those of a whole model"
+            x, own = add(x, product), rows.per_layer_inputs[:, self._layer_id]
+            product = self._normed(self._per_layer.forward(x, own), self._per_layer_norm)
         if self._scalar is None:
             return x, product
         return add(x, product) * self._scalar, None
@@ -128,9 +140,22 @@ class DecoderLayer:
         return product if norm is None else replace(product, norm=norm, eps=self._eps)
 
 
-def _attention_class(
-    config: ModelConfig,
-) -> type[Attention] | type[LatentAttention] | type[QueryAttention]:
-    if config.latent is not None:
-        return LatentAttention
-    return Attention if config.has_own_kv else QueryAttention
+def _load_attention(
+    reader: CheckpointReader, prefix: str, config: ModelConfig, layer_id: int
+) -> Attention | LatentAttention | QueryAttention:
+    """Load the attention of a layer.
+
+    Args:
+        prefix: Name of the layer in the checkpoint, "model.layers.0".
+        config: Of the model.
+    """
+    own, name, hidden = config.at_layer(layer_id), f"{prefix}.self_attn", config.hidden_size
+    if own.latent is not None:
+        return LatentAttention(reader, name, own, hidden)
+    if own.has_own_kv:
+        return Attention(reader, name, own, hidden)
+    kv_scales = UNSCALED
+    if config.kv_layers:
+        layers, _, _ = prefix.rpartition(".")
+        kv_scales = load_kv_scales(reader, f"{layers}.{config.kv_layer(layer_id)}.self_attn")
+    return QueryAttention(reader, name, own, hidden, kv_scales)

@@ -26,9 +26,11 @@ from shared.models.families import (
 from shared.models.family_fields import has_gelu, parse_multipliers, parse_ropes
 from shared.models.latent_config import LatentConfig, parse_latent
 from shared.models.layer_heads import LayerHeads, parse_layer_heads
+from shared.models.per_layer_config import PerLayerConfig, parse_per_layer
 from shared.models.quantization import parse_quantization
 from shared.models.refused_families import REFUSED, REFUSED_FIELDS
 from shared.models.rope_config import RopeConfig
+from shared.models.shared_kv import with_shared_kv
 from shared.models.window_config import parse_windows
 from shared.models.window_heads import with_usual_names, with_window_heads
 
@@ -100,7 +102,13 @@ class ModelConfig:
         layer_heads: Heads of each layer, where layers differ in them; empty: all have those above.
         has_v_norm: Each head of V is RMS-normalised, without a weight.
         has_k_as_v: V is what K's projection returns, before K's norm and rotary embedding.
-        has_own_kv: Layers have K and V; False: they attend to those of another model's layers.
+        has_own_kv: Layers have K and V; False: they attend to those of other layers, or of another
+            model's.
+        kv_layers: Layer whose K and V each layer attends to, its own or those of one before it;
+            empty: each to its own.
+        layer_intermediate_sizes: `intermediate_size` of each layer, where layers differ in it;
+            empty: all have that above.
+        per_layer: Of embeddings that each layer has of its own; None: there are none.
         has_layer_scalar: What a layer returns is multiplied by a learned number.
         latent: Of multi-head latent attention, in which `num_kv_heads` and `head_dim` are those of
             the queries; None: heads have K and V.
@@ -135,6 +143,9 @@ class ModelConfig:
     has_own_kv: bool = True
     has_layer_scalar: bool = False
     layer_heads: tuple[LayerHeads, ...] = ()
+    kv_layers: tuple[int, ...] = ()
+    layer_intermediate_sizes: tuple[int, ...] = ()
+    per_layer: PerLayerConfig | None = None
     layer_norms: LayerNorms = LayerNorms()
     norm_rule: NormRule = NormRule.ROUNDED
     fused_projections: tuple[str, ...] = ()
@@ -177,24 +188,44 @@ class ModelConfig:
             width = self.latent.cached_width
             return KVLayout.uniform(self.num_layers, 1, width, caches=("latent",))
         layers = self.layer_heads or (self,) * self.num_layers
-        return KVLayout(
-            layers=tuple(
-                CacheShape(num_heads=one.num_kv_heads, width=one.head_dim, v_width=one.v_head_dim)
-                for one in layers
-            )
-        )
+        shapes = [
+            CacheShape(num_heads=one.num_kv_heads, width=one.head_dim, v_width=one.v_head_dim)
+            for one in layers
+        ]
+        own = sorted({self.kv_layer(layer_id) for layer_id in range(self.num_layers)})
+        return KVLayout(layers=tuple(shapes[layer_id] for layer_id in own))
+
+    @property
+    def cache_of_layer(self) -> tuple[int, ...]:
+        """Return which caches of `kv_layout` each layer writes or reads."""
+        layers = [self.kv_layer(layer_id) for layer_id in range(self.num_layers)]
+        own = sorted(set(layers))
+        return tuple(own.index(layer_id) for layer_id in layers)
 
     @property
     def head_shapes(self) -> list[tuple[int, CacheShape]]:
         """Return the query heads of a layer and the shape of its caches, once for each that
         differs.
         """
-        layers = enumerate(self.kv_layout.layers)
-        return [*dict.fromkeys((self.at_layer(i).num_heads, shape) for i, shape in layers)]
+        layers = range(self.num_layers)
+        return [*dict.fromkeys((self.at_layer(i).num_heads, self.cache_shape(i)) for i in layers)]
+
+    def kv_layer(self, layer_id: int) -> int:
+        """Return the layer whose K and V a layer attends to."""
+        return self.kv_layers[layer_id] if self.kv_layers else layer_id
+
+    def cache_shape(self, layer_id: int) -> CacheShape:
+        """Return the shape of the caches that a layer writes or reads."""
+        return self.kv_layout.layers[self.cache_of_layer[layer_id]]
 
     def at_layer(self, layer_id: int) -> ModelConfig:
-        """Return the config of one layer, whose heads may be others than those of the first."""
-        return self.with_heads(self.layer_heads[layer_id]) if self.layer_heads else self
+        """Return the config of one layer, which may be another than the first one's."""
+        config = self.with_heads(self.layer_heads[layer_id]) if self.layer_heads else self
+        if self.kv_layer(layer_id) != layer_id:
+            config = replace(config, has_own_kv=False)
+        if self.layer_intermediate_sizes:
+            config = replace(config, intermediate_size=self.layer_intermediate_sizes[layer_id])
+        return config
 
     def with_heads(self, heads: LayerHeads) -> ModelConfig:
         """Return the config of layers that all have these heads."""
@@ -344,11 +375,14 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         num_mtp_layers=int(fields.get("num_nextn_predict_layers") or 0) if family.has_mtp else 0,
         latent=latent,
         experts=experts,
+        per_layer=parse_per_layer(fields, source) if family.has_per_layer_inputs else None,
         quantization=parse_quantization(
             fields, source, has_fused_experts=experts is not None and experts.tensors.is_fused
         ),
         **multipliers,
     )
+    if family.has_shared_kv:
+        config = with_shared_kv(config, fields, source, windows)
     if not family.has_window_heads:
         return config
     return with_window_heads(config, fields, source, windows, heads)

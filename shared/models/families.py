@@ -81,6 +81,9 @@ class Family:
         has_layer_heads: K/V heads of layers without a window may be others, see layer_heads.py.
         has_window_heads: Heads of layers with a window may be others, see window_heads.py.
         has_layer_scalar: What a layer returns is multiplied by a learned number.
+        has_shared_kv: The last `num_kv_shared_layers` layers have no K and V, see shared_kv.py.
+        has_per_layer_inputs: Each layer reads an embedding of its own of every token, if
+            `hidden_size_per_layer_input` says so.
         sinks: Tensor of attention sinks, of each head a learned score without a V; "": there are
             none.
         layer_norms: Where the norms of a layer are.
@@ -122,6 +125,8 @@ class Family:
     has_v_norm: bool = False
     has_layer_heads: bool = False
     has_layer_scalar: bool = False
+    has_shared_kv: bool = False
+    has_per_layer_inputs: bool = False
     has_window_heads: bool = False
     sinks: str = ""
     layer_norms: LayerNorms = LayerNorms()
@@ -252,16 +257,14 @@ _GEMMA4_UNIFIED = Family(
     has_v_norm=True,
     has_layer_heads=True,
     has_layer_scalar=True,
+    has_shared_kv=True,
     has_local_rope=True,
     layer_norms=NORMS_AROUND,
     norm_rule=NormRule.WIDE,
     has_scaled_embedding=True,
     activation_field="hidden_activation",
     implemented=("attention_multiplier", "final_logit_softcapping"),
-    refused={
-        "num_kv_shared_layers": (0,),
-        "use_bidirectional_attention": ("vision",),  # images alone are seen so
-    },
+    refused={"use_bidirectional_attention": ("vision",)},  # images alone are seen so
     defaults={
         "attention_multiplier": 1.0,
         "head_dim": 256,
@@ -281,10 +284,7 @@ _GEMMA4_UNIFIED = Family(
 )
 _GEMMA4 = replace(
     _GEMMA4_UNIFIED,
-    refused={
-        **_GEMMA4_UNIFIED.refused,
-        "hidden_size_per_layer_input": (0,),
-    },
+    has_per_layer_inputs=True,
     experts=ExpertsFamily(
         count_per_tok_field="top_k_experts",
         always_normalises=True,
@@ -302,6 +302,7 @@ _GEMMA4 = replace(
     defaults={
         **_GEMMA4_UNIFIED.defaults,
         "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
         "sliding_window": 512,
         "max_position_embeddings": 131_072,
     },

@@ -18,6 +18,7 @@ from shared.models.config import ModelConfig
 from shared.models.decoder import DecoderLayer, announce_layers
 from shared.models.layer_rows import LayerRows
 from shared.models.own_slots import own_slots
+from shared.models.per_layer_inputs import PerLayerInputs
 from shared.models.projections import Product, add_and_norm, load_norm
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -80,6 +81,10 @@ class CausalLM:
         self._layers = [
             DecoderLayer(reader, prefix, config, i) for i, prefix in enumerate(prefixes)
         ]
+        self._cache_of_layer = config.cache_of_layer
+        self._per_layer = None
+        if config.per_layer is not None:
+            self._per_layer = PerLayerInputs(reader, config, config.per_layer)
         self._norm = load_norm(reader, "model.norm.weight", config.hidden_size, config.norm_rule)
         self._head = reader.output_layer(load_head(reader, config, self._embedding))
         self.products = reader.products
@@ -109,7 +114,7 @@ class CausalLM:
             model = cls(reader, config, context_len=context_len)
             mtp = _mtp_extras(config)
             vision = _VISION_EXTRAS if config.has_vision else ()
-            reader.finish([*_KNOWN_EXTRAS, *mtp, *vision])
+            reader.finish([*_KNOWN_EXTRAS, *mtp, *vision, *_unread_kv(config)])
         return model
 
     def forward(
@@ -140,13 +145,17 @@ class CausalLM:
             rows = [replace(one, expert_ids=expert_ids) for one in rows]
         multiplier = self._embedding_multiplier
         x = embed(inputs.token_ids, self._embedding, roots, root_idx, multiplier=multiplier)
+        if self._per_layer is not None:
+            own = self._per_layer.forward(x, inputs.token_ids, roots, root_idx)
+            rows = [replace(one, per_layer_inputs=own) for one in rows]
         pending: Product | None = None
         captured = {}
         for layer_id, layer in enumerate(self._layers):
             x, normed = layer.enter(x, pending)
             if layer_id - 1 in capture_layers:
                 captured[layer_id - 1] = x
-            x, pending = layer.forward(x, normed, rows[layer_id], inputs.kv.layers[layer_id])
+            caches = inputs.kv.layers[self._cache_of_layer[layer_id]]
+            x, pending = layer.forward(x, normed, rows[layer_id], caches)
         x, hidden = add_and_norm(x, pending, self._norm, self.config.rms_norm_eps)
         captured[len(self._layers) - 1] = x
         return ForwardOutput(
@@ -160,7 +169,10 @@ class CausalLM:
     def _stored(self, inputs: ForwardInput, layer_ids: tuple[int, ...]) -> torch.Tensor:
         """Return the rows' K and V of layers, of each layer first K."""
         slots, caches = own_slots(inputs.attention), inputs.kv.layers
-        stored = [self._layers[i].stored_kv(slots, caches[i], self.dtype) for i in layer_ids]
+        stored = [
+            self._layers[i].stored_kv(slots, caches[self._cache_of_layer[i]], self.dtype)
+            for i in layer_ids
+        ]
         return torch.cat(stored, dim=1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -189,6 +201,13 @@ def _mtp_extras(config: ModelConfig) -> list[str]:
     first, count = config.num_layers, config.num_mtp_layers
     layers = [f"model.layers.{i}.*" for i in range(first, first + count)]
     return ["model.mtp_layers.*", "model.mtp.layers.*", *layers] if count else []
+
+
+def _unread_kv(config: ModelConfig) -> list[str]:
+    """Return patterns of tensors of K and V that layers without them have in some files."""
+    layers = range(config.num_layers)
+    shared = [layer_id for layer_id in layers if config.kv_layer(layer_id) != layer_id]
+    return [f"model.layers.{layer_id}.self_attn.[kv]_*" for layer_id in shared]
 
 
 def open_language_model(

@@ -1,7 +1,8 @@
-"""Attention of layers without K and V of their own, over those of another model's layer."""
+"""Attention of layers without K and V of their own, over those of another layer or model."""
 
 from __future__ import annotations
 
+from shared.kernels.fp8_cache import UNSCALED, KVScales
 from shared.kernels.fp8_rows import ProductRows, rows_of, wants_fp8_rows
 from shared.kernels.linear import linear_addends
 from shared.kernels.rope_store import rope_queries
@@ -18,13 +19,19 @@ class QueryAttention:
     Args:
         prefix: Name of the module in the checkpoint, "model.layers.0.self_attn".
         input_width: Width of its input.
+        kv_scales: Of K and V, where they lie in FP8.
 
     Attributes:
         reads_fp8_rows: It wants its input in FP8 as well.
     """
 
     def __init__(
-        self, reader: CheckpointReader, prefix: str, config: ModelConfig, input_width: int
+        self,
+        reader: CheckpointReader,
+        prefix: str,
+        config: ModelConfig,
+        input_width: int,
+        kv_scales: KVScales = UNSCALED,
     ) -> None:
         self._products = reader.products
         self._eps = config.rms_norm_eps
@@ -39,7 +46,7 @@ class QueryAttention:
             self._o_bias = reader.load(f"{prefix}.o_proj.bias", (config.hidden_size,))
         self._norm = load_norm(reader, f"{prefix}.q_norm.weight", config.head_dim, config.norm_rule)
         scale = config.attention_multiplier or config.head_dim**-0.5
-        self._params = AttentionParams(scale=scale)
+        self._params = AttentionParams(scale=scale, kv_scales=kv_scales)
 
     def forward(self, x: ProductRows, rows: Rows, caches: LayerCaches) -> Product:
         """Attend to what the rows see.

@@ -37,8 +37,6 @@ REFUSED: Mapping[str, str] = {
 """Architecture -> what would have to be implemented."""
 
 REFUSED_FIELDS: Mapping[str, str] = {
-    "hidden_size_per_layer_input": "every layer would read an embedding of its own of each token",
-    "num_kv_shared_layers": "the last layers would attend to K and V of layers before them",
     "use_bidirectional_attention": "tokens would see those after them",
     "attention_projection_layout": "q, k and v would have to be found in parts of one tensor",
     "hybrid_block_size": "it says which layers have a window, as hybrid_layer_pattern should",

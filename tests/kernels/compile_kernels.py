@@ -22,6 +22,7 @@ from shared.kernels import (
     fp8_rows,
     linear,
     linear_balanced,
+    linear_gated,
     linear_swiglu,
     linear_tiles,
     logprobs,
@@ -137,6 +138,11 @@ def kernels(dtype: str):
         linear_swiglu._swiglu_addends_kernel,
         ["*fp32", values, values, *["i32"] * 2],
         {"HAS_BIAS": True, "ACTIVATION": "silu", "NUM_SPLITS": 4, "BLOCK": 512},
+    )
+    yield (
+        linear_gated._gate_rows_kernel,
+        ["*fp32", values, values, *["i32"] * 3],
+        {"ACTIVATION": "gelu_tanh", "NUM_SPLITS": 2, "BLOCK": 256},
     )
     forms = [("group", 128), ("zeros", 64), ("zeros", 32)]
     for scaling, group_size in forms[-1:] if dtype == "fp32" else forms:

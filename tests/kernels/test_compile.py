@@ -59,6 +59,7 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_expert_down_kernel",
         "_sum_addends_kernel",
         "_swiglu_addends_kernel",
+        "_gate_rows_kernel",
         "_rms_norm_kernel",
         "_add_rms_norm_kernel",
         "_rope_store_kernel",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xgrammar
@@ -64,6 +65,7 @@ def test_every_kernel_runs_in_an_engine(tmp_path: Path) -> None:
     assert all(len(tree.token_ids) > 1 for request in requests for tree in request.trees)
     assert target.load.num_moved_rounds > 0
     run_wide_in_fp8(tmp_path)
+    run_with_embeddings_per_layer(tmp_path)
     assert {name for name, count in launch_counts().items() if count > 0} == counted_kernels()
 
 
@@ -77,6 +79,21 @@ def run_wide_in_fp8(tmp_path: Path) -> None:
     small = {"max_context_len": 8, "max_batch_rows": 16, "num_pages": 8}
     target = make_target(pairing, dtype="bfloat16", quantization="fp8_lm_head", **small)
     requests = [LocalRequest(prompt=prompt, max_new_tokens=2) for prompt in ([72, 101], [72])]
+    run_together_and_alone(target, requests)
+
+
+def run_with_embeddings_per_layer(tmp_path: Path) -> None:
+    """Serve requests together and alone of a model whose layers gate such embeddings."""
+    fields = families.GEMMA4_E | {"num_hidden_layers": 2, "num_kv_shared_layers": 1}
+    fields |= {"layer_types": ["full_attention"] * 2}
+    path = families.write(tmp_path / "per-layer", "gemma4_text", **fields)
+    pairing = Pairing(target=path, draft=path, algorithm="standalone")
+    target = make_target(pairing, max_context_len=8, max_batch_rows=16, num_pages=8)
+    requests = [LocalRequest(prompt=prompt, max_new_tokens=2) for prompt in ([72, 101], [72])]
+    run_together_and_alone(target, requests)
+
+
+def run_together_and_alone(target: TargetEngine, requests: Sequence[LocalRequest]) -> None:
     together = run_plain(target, requests)
     alone = run_plain(target, requests, alone=True)
     assert [r.output for r in together] == [r.output for r in alone]
@@ -144,9 +161,12 @@ def test_experts_in_fp8_and_several_layers_of_mtp_run_in_an_engine(
 
 
 @EXHAUSTIVE
-def test_kv_of_two_shapes_and_a_draft_that_attends_to_it_run_in_an_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fields", [families.GEMMA4, families.GEMMA4_E], ids=["dense", "e"])
+def test_kv_of_two_shapes_and_a_draft_that_attends_to_it_run_in_an_engine(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
     """Rows have the same bits in trees, in a batch, and alone; a window hides the first tokens."""
-    target_dir = families.write_gemma4_agreeable(tmp_path / "target")
+    target_dir = families.write_gemma4_agreeable(tmp_path / "target", fields)
     draft_dir = families.write_gemma4_agreeing_assistant(tmp_path / "draft", target_dir)
     pairing = Pairing(target=target_dir, draft=draft_dir, algorithm="auto")
     small = {"max_context_len": 30, "max_batch_rows": 32}

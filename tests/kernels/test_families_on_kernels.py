@@ -1,7 +1,8 @@
 """Families whose layers ask the kernels for what no other test's model does, against transformers.
 
 Soft caps, gelu, norms in float32 behind products, multiplied embeddings, a gate of shared experts,
-norms of V, heads of two shapes, values narrower than keys beside sinks and a multiplier.
+norms of V, heads of two shapes, layers without K and V, embeddings per layer, values narrower than
+keys beside sinks and a multiplier.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", families.GEMMA2 | SMALL),
     "gemma3": ("gemma3_text", families.GEMMA3 | SMALL),
     "gemma4": ("gemma4_text", families.GEMMA4 | SMALL),
+    "gemma4-e": (
+        "gemma4_text",
+        families.GEMMA4_E
+        | SMALL
+        | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 70}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "seed": 5},
+    ),
     "mimo-v2": (
         "mimo_v2_flash",
         families.MIMO_V2_FLASH | SMALL | {"mlp_layer_types": ["dense", "sparse"], "seed": 1},
@@ -44,6 +52,8 @@ IDS = [(17 * i) % 60 for i in range(9)]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.12}
 
 
+# numpy, which interprets the kernels, warns of exp's overflow to infinity.
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -65,6 +65,7 @@ TARGETS: dict[str, Callable[[Path], Path]] = {
     "gemma4-6-experts-beside-mlp": lambda d: families.write(
         d, "gemma4_text", **families.GEMMA4_EXPERTS
     ),
+    "gemma4-e-layers-without-kv": lambda d: families.write(d, "gemma4_text", **families.GEMMA4_E),
     "mistral-4:2x16-window-over-tiles": lambda d: checkpoints.write_mistral(
         d, shape=shape(4, 2, 16), sliding_window=70
     ),

@@ -65,6 +65,7 @@ TARGETS: dict[str, Callable[[Path], Path]] = {
 DRAFTS = {
     "gemma4": ("eagle3", "standalone", "frozen_kv_mtp"),
     "gemma4-experts": ("eagle3", "standalone", "frozen_kv_mtp"),
+    "gemma4-e": ("eagle3", "standalone", "frozen_kv_mtp"),
     "deepseek-v3": ("eagle3", "standalone", "mtp"),
     "deepseek-v3-three-mtp": ("mtp",),
     "deepseek-v3-fp8": ("mtp",),
@@ -80,7 +81,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "llama-two-layer-head": {"is_speculators": True, "num_layers": 2},
     "qwen3-moe-three-layer-head": {"is_speculators": True, "num_layers": 3, "heads": (8, 16)},
 }
-IN_EVERY_RUN = ("phi3", "gemma2", "deepseek-v3")
+IN_EVERY_RUN = ("phi3", "gemma2", "gemma4-e", "deepseek-v3")
 CASES = [
     pytest.param(name, algorithm, marks=pytest.mark.slow if name in IN_EVERY_RUN else EXHAUSTIVE)
     for name in TARGETS

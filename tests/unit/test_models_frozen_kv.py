@@ -155,6 +155,20 @@ def test_a_unified_target_has_such_a_draft_as_well(tmp_path: Path) -> None:
     assert_close(below, oracle.guess(kv, 7, parent, 33)[0][None])
 
 
+def test_a_target_with_shared_kv_has_such_a_draft_as_well(tmp_path: Path) -> None:
+    """It reads what the last layers read, which is K and V of layers before them."""
+    target = families.write(tmp_path / "target", "gemma4_text", **families.GEMMA4_E)
+    draft = families.write_gemma4_assistant(tmp_path / "draft")
+    oracle, runner, ids = Oracle(target, draft), Runner(target, draft), tokens_of(NUM_TOKENS)
+    assert runner.draft.feature_spec.kv_layer_ids == (2, 1)
+    hidden = runner.extend(ids, 33)
+    kv, features = oracle.read(ids[:33])
+    want, parent = oracle.guess(kv, ids[33], features[-1], 33)
+    assert_close(runner.draft.logits(hidden), want[None])
+    below = runner.draft.logits(runner.deepen([7], hidden, 1))
+    assert_close(below, oracle.guess(kv, 7, parent, 33)[0][None])
+
+
 @pytest.mark.parametrize("chunks", [(40,), (1, 1, 2, 17, 3, 16), (19, 1, 1, 1, 18)])
 def test_guesses_are_those_of_transformers(
     directories: tuple[Path, Path], oracle: Oracle, chunks: tuple[int, ...]
@@ -240,6 +254,7 @@ def test_what_it_reads_is_found_by_the_architecture(directories: tuple[Path, Pat
         ({"backbone_hidden_size": None}, "backbone_hidden_size must be a positive"),
         ({"text_config": {"model_type": "gemma3_text"}}, "must be .*gemma4_text or gemma4_un"),
         ({"text_config": {"use_double_wide_mlp": True}}, "use_double_wide_mlp = True"),
+        ({"text_config": {"hidden_size_per_layer_input": 8}}, "hidden_size_per_layer_input = 8"),
         ({"text_config": {"num_kv_shared_layers": 1}}, "num_kv_shared_layers = 1 must be"),
         ({"text_config": {"vocab_size": 100}}, "vocab_size = 100, but the target's"),
         ({"text_config": {"head_dim": 32}}, "layer 0 has .*head_dim = 32, but layer 2 of the tar"),

@@ -53,6 +53,9 @@ BY_TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "phi4-mini": lambda d: families.write(
         d, "phi3", **PHI3 | {"sliding_window": None, "rope_parameters": PARTIAL_LONGROPE}
     ),
+    "gemma4-unified-shared-kv": lambda d: families.write(
+        d, "gemma4_unified_text", **families.GEMMA4_UNIFIED_SHARED_KV
+    ),
     "internlm3": lambda d: families.write_internlm3(d, **families.INTERNLM3),
     "internlm3-biases": lambda d: families.write_internlm3(d, **families.INTERNLM3_BIASES),
     "granite-tied": lambda d: families.write(
