@@ -78,7 +78,8 @@ class Models:
         Args:
             kind: One of KINDS; or "mtp-layers": three layers of MTP; or "experts": a target with
                 experts that drafts for itself; or "window": a target whose rows see 40 tokens, and
-                a standalone draft.
+                a standalone draft; or "shared-kv": as frozen_kv_mtp, of a target whose last layers
+                have no K and V.
         """
         if kind == "mtp":
             mimo = self.get("mimo", lambda d: checkpoints.write_mimo(d, branch_scale=0.3))
@@ -102,6 +103,15 @@ class Models:
                 "assistant", lambda d: families.write_gemma4_agreeing_assistant(d, target)
             )
             return Pairing(target=target, draft=draft, algorithm=kind)
+        if kind == "shared-kv":
+            target = self.get(
+                "gemma4-e-agreeable",
+                lambda d: families.write_gemma4_agreeable(d, families.GEMMA4_E),
+            )
+            draft = self.get(
+                "e-assistant", lambda d: families.write_gemma4_agreeing_assistant(d, target)
+            )
+            return Pairing(target=target, draft=draft, algorithm="frozen_kv_mtp")
         if kind == "experts":
             path = self.get(kind, checkpoints.write_qwen3_moe)
             return Pairing(target=path, draft=path, algorithm="standalone")

@@ -110,7 +110,7 @@ def replaying(engine: TargetEngine | DraftEngine) -> ReplayedGraphs:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "shared-kv"])
 def test_replayed_steps_give_the_plain_output(models: Models, kind: str) -> None:
     """Requests come and go, batches grow and shrink, shapes and samplings mix."""
     pairing = models.pairing(kind)
