@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,25 +15,41 @@ from shared.models.config import ModelConfig
 from shared.models.feed_forward import load_feed_forward
 from shared.models.kv_scales import load_kv_scales
 from shared.models.latent_attention import LatentAttention
-from shared.models.per_layer_inputs import PerLayerGate
+from shared.models.per_layer_inputs import PER_LAYER_GATE_WEIGHTS, PerLayerGate
 from shared.models.projections import Product, add, add_and_norm, add_and_norm_fp8, load_norm
 from shared.models.query_attention import QueryAttention
 from shared.progress import note_progress
 
+_KV_PROJECTIONS = ("self_attn.k_proj.weight", "self_attn.v_proj.weight")
 # What a layer without experts loads, in that order; fused projections instead of their parts.
 _PROJECTIONS = (
-    *(f"self_attn.{name}_proj.weight" for name in ("qkv", "q", "k", "v", "o")),
+    "self_attn.qkv_proj.weight",
+    "self_attn.q_proj.weight",
+    *_KV_PROJECTIONS,
+    "self_attn.o_proj.weight",
     *(f"mlp.{name}_proj.weight" for name in ("gate_up", "gate", "up", "down")),
+    *PER_LAYER_GATE_WEIGHTS,
 )
 
 
-def announce_layers(reader: CheckpointReader, prefixes: Iterable[str]) -> None:
+def announce_layers(
+    reader: CheckpointReader, config: ModelConfig, prefixes: Sequence[str], then: Sequence[str] = ()
+) -> None:
     """Let the projections of layers without experts be read ahead.
 
     Args:
         prefixes: Of the layers in order, see `DecoderLayer`.
+        then: Weights that are loaded after the layers.
     """
-    reader.read_ahead([f"{prefix}.{name}"] for prefix in prefixes for name in _PROJECTIONS)
+    names = [
+        f"{prefix}.{name}"
+        for layer_id, prefix in enumerate(prefixes)
+        for name in _PROJECTIONS
+        # Some files have tensors of K and V in layers without them: never asked for, they would
+        # keep the memory that others are read into.
+        if config.kv_layer(layer_id) == layer_id or name not in _KV_PROJECTIONS
+    ]
+    reader.read_ahead([name] for name in (*names, *then))
 
 
 class DecoderLayer:

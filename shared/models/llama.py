@@ -18,7 +18,7 @@ from shared.models.config import ModelConfig
 from shared.models.decoder import DecoderLayer, announce_layers
 from shared.models.layer_rows import LayerRows
 from shared.models.own_slots import own_slots
-from shared.models.per_layer_inputs import PerLayerInputs
+from shared.models.per_layer_inputs import PER_LAYER_WEIGHTS, PerLayerInputs
 from shared.models.projections import Product, add_and_norm, load_norm
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -77,7 +77,7 @@ class CausalLM:
         self._embedding = load_embedding(reader, config)
         prefixes = [f"model.layers.{i}" for i in range(config.num_layers)]
         if config.experts is None:  # else each layer announces its experts
-            announce_layers(reader, prefixes)
+            announce_layers(reader, config, prefixes, PER_LAYER_WEIGHTS)
         self._layers = [
             DecoderLayer(reader, prefix, config, i) for i, prefix in enumerate(prefixes)
         ]

@@ -19,7 +19,13 @@ from shared.models.config import ModelConfig
 from shared.models.per_layer_config import PerLayerConfig
 from shared.models.projections import Product, load_norm, multiply
 
-PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
+_TABLE = "model.embed_tokens_per_layer.weight"
+_PROJECTION = "model.per_layer_model_projection.weight"
+_GATE, _GATED_PROJECTION = "per_layer_input_gate.weight", "per_layer_projection.weight"
+PER_LAYER_WEIGHTS = (_TABLE, _PROJECTION)
+"""What `PerLayerInputs` loads, in that order, but for a norm."""
+PER_LAYER_GATE_WEIGHTS = (_GATE, _GATED_PROJECTION)
+"""What `PerLayerGate` loads of its layer, in that order."""
 
 
 class PerLayerInputs:
@@ -32,10 +38,8 @@ class PerLayerInputs:
     def __init__(self, reader: CheckpointReader, config: ModelConfig, own: PerLayerConfig) -> None:
         width = config.num_layers * own.width
         self._width = own.width
-        self._table = reader.load(PER_LAYER_EMBEDDING, (own.vocab_size, width))
-        self._projection = _load(
-            reader, "model.per_layer_model_projection.weight", (width, config.hidden_size)
-        )
+        self._table = reader.load(_TABLE, (own.vocab_size, width))
+        self._projection = _load(reader, _PROJECTION, (width, config.hidden_size))
         self._norm = load_norm(
             reader, "model.per_layer_projection_norm.weight", own.width, config.norm_rule
         )
@@ -76,8 +80,8 @@ class PerLayerGate:
     ) -> None:
         hidden = config.hidden_size
         self._activation: Activation = "gelu_tanh" if config.has_gelu else "silu"
-        self._gate = _load(reader, f"{prefix}.per_layer_input_gate.weight", (width, hidden))
-        self._projection = _load(reader, f"{prefix}.per_layer_projection.weight", (hidden, width))
+        self._gate = _load(reader, f"{prefix}.{_GATE}", (width, hidden))
+        self._projection = _load(reader, f"{prefix}.{_GATED_PROJECTION}", (hidden, width))
 
     def forward(self, x: torch.Tensor, part: torch.Tensor) -> Product:
         """Return what to add to the residual stream, before its norm.

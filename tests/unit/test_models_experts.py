@@ -296,6 +296,17 @@ def test_projections_without_experts_are_announced_in_the_order_in_which_they_ar
     assert len(announced) >= INT4_SHAPE.num_layers * 7
 
 
+def test_what_gemma4_e_has_beside_projections_is_announced_and_kv_that_no_layer_reads_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = families.write_gemma4_e_with_vision(tmp_path)
+    announced, was_read = noted_reads(directory, "plain", monkeypatch)
+    large = re.compile(r"_proj\.|embed_tokens_per_layer|per_layer_(input_gate|\w*projection)\.")
+    assert announced == [names for names in was_read if large.search(names[0])]
+    # Of three layers with K and V, and three without; a table and its projection.
+    assert len(announced) == 3 * (4 + 3 + 2) + 3 * (2 + 3 + 2) + 2
+
+
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("form", WRITERS)
 def test_tensors_of_experts_are_announced_in_the_order_in_which_they_are_read(
