@@ -128,12 +128,13 @@ GEMMA4 = {
     },
 }
 # Experts beside the MLP of each layer.
-GEMMA4_EXPERTS = GEMMA4 | {
+_GEMMA4_MOE = {
     "enable_moe_block": True,
     "num_experts": 6,
     "top_k_experts": 3,
     "moe_intermediate_size": 24,
 }
+GEMMA4_EXPERTS = GEMMA4 | _GEMMA4_MOE
 # As E2B and E4B: layers read embeddings of their own, the last three have no K and V, and wider
 # MLPs. They attend to layers 1 (without a window) and 2.
 GEMMA4_E = GEMMA4 | {
@@ -151,6 +152,8 @@ GEMMA4_E = GEMMA4 | {
     "hidden_size_per_layer_input": 12,
     "vocab_size_per_layer_input": TINY.vocab_size + 24,
 }
+# No published model has all of it.
+GEMMA4_E_EXPERTS = GEMMA4_E | _GEMMA4_MOE
 GEMMA4_UNIFIED, GEMMA4_UNIFIED_SHARED_KV = (
     {name: value for name, value in fields.items() if "per_layer" not in name}
     for fields in (GEMMA4, GEMMA4_E)
@@ -686,6 +689,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "gemma4-plain": lambda d: write(d, "gemma4_text", **GEMMA4_PLAIN),
     "gemma4-with-vision": write_gemma4_with_vision,
     "gemma4-e": lambda d: write(d, "gemma4_text", **GEMMA4_E),
+    "gemma4-e-experts": lambda d: write(d, "gemma4_text", **GEMMA4_E_EXPERTS),
     "gemma4-e-with-vision": write_gemma4_e_with_vision,
     "gemma4-unified": lambda d: write(d, "gemma4_unified_text", **GEMMA4_UNIFIED),
     "gemma4-unified-with-vision": write_gemma4_unified_with_vision,

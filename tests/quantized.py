@@ -44,6 +44,7 @@ def write_fp8(
     form: str,
     *,
     kept: tuple[str, ...] = (),
+    others: tuple[str, ...] = (),
     has_fp8_head: bool = False,
 ) -> Path:
     """Write a checkpoint as its publisher would in FP8: values, and scales beside them.
@@ -51,13 +52,16 @@ def write_fp8(
     Args:
         form: "block": DeepSeek's format; "channel", "tensor": compressed-tensors.
         kept: Projections that stay as they are.
+        others: Modules that are no projections, and are in FP8 as well.
         has_fp8_head: The output layer is in FP8 as well.
     """
     shutil.copytree(source, directory)
 
     def edit(tensors: Tensors) -> None:
         heads = [HEAD] if has_fp8_head else []
-        for name in [*filter(is_quantized, tensors), *heads]:
+        ends = tuple(f".{module}.weight" for module in others)
+        extra = [name for name in tensors if name.endswith(ends)]
+        for name in [*filter(is_quantized, tensors), *extra, *heads]:
             if name.split(".")[-2] in kept:
                 continue
             scales = scales_of(tensors[name], form)

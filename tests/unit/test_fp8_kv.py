@@ -54,7 +54,10 @@ def pairing_of(models: Models, kind: str) -> Pairing:
 
 @pytest.mark.parametrize(
     ("kind", "page_size"),
-    [("eagle3", 16), ("window", 4), ("mtp", 1), ("gpt-oss", 2), ("shared-kv", 8)],
+    [
+        *(("eagle3", 16), ("window", 4), ("mtp", 1), ("gpt-oss", 2)),
+        *(("frozen_kv_mtp", 8), ("shared-kv", 2)),
+    ],
 )
 def test_speculation_changes_no_token(models: Models, kind: str, page_size: int) -> None:
     pairing = pairing_of(models, kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -159,6 +160,53 @@ def test_left_over_kv_of_other_layers_is_named(small: Path, tmp_path: Path) -> N
     checkpoints.edit_checkpoint(other, tensors=lambda tensors: tensors.update(stray))
     with pytest.raises(CheckpointError, match="left-over.*layers.1.self_attn.v_proj.weight"):
         CausalLM.from_checkpoint(other, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "shape", "message"),
+    [
+        ({}, "model.embed_tokens_per_layer.weight", None, "missing"),
+        ({}, "model.embed_tokens_per_layer.weight", (280, 60), r"has shape \[280, 60\]"),
+        ({}, "model.per_layer_model_projection.weight", None, "missing"),
+        ({}, "model.per_layer_projection_norm.weight", None, "missing"),
+        ({}, "model.layers.4.per_layer_input_gate.weight", None, "missing"),
+        ({}, "model.layers.4.per_layer_projection.weight", (64, 13), r"has shape \[64, 13\]"),
+        ({}, "model.layers.4.post_per_layer_input_norm.weight", None, "missing"),
+        ({}, "model.layers.4.self_attn.q_norm.weight", None, "missing"),
+        ({}, "model.layers.2.self_attn.k_proj.weight", None, "missing"),
+        (
+            {"use_double_wide_mlp": False},
+            "model.layers.3.mlp.gate_proj.weight",
+            (160, 64),
+            r"has shape \[160, 64\], config.json makes it \[80, 64\]",
+        ),
+        (
+            {"hidden_size_per_layer_input": 0},
+            "model.layers.0.per_layer_input_gate.weight",
+            (12, 64),
+            "left-over",
+        ),
+    ],
+)
+def test_tensors_of_what_layers_share_and_read_are_accounted_for_by_name(
+    small: Path,
+    tmp_path: Path,
+    config: dict[str, Any],
+    name: str,
+    shape: tuple[int, int] | None,
+    message: str,
+) -> None:
+    other = shutil.copytree(small, tmp_path / "other")
+
+    def edit(tensors: checkpoints.Tensors) -> None:
+        del tensors[name]
+        if shape is not None:
+            tensors[name] = torch.zeros(shape)
+
+    checkpoints.edit_checkpoint(other, tensors=edit, config=lambda fields: fields.update(config))
+    with pytest.raises(CheckpointError) as raised:
+        CausalLM.from_checkpoint(other, torch.device("cpu"), torch.float32)
+    assert name in str(raised.value) and re.search(message, str(raised.value))
 
 
 @pytest.mark.parametrize(("width", "fits"), [(256, True), (512, False)])

@@ -108,6 +108,31 @@ def test_weights_become_fp8_row_by_row_but_embedding_head_and_norms(
     assert torch.equal(logits, logits_of(write_rounded(source, tmp_path / "rounded")))
 
 
+PER_LAYER = ("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection")
+
+
+@pytest.mark.parametrize("others", [(), PER_LAYER])
+@pytest.mark.parametrize("form", FORMS)
+def test_layers_without_kv_may_be_fp8_and_what_they_read_is_dequantised(
+    tmp_path: Path, form: str, others: tuple[str, ...]
+) -> None:
+    source = families.write_gemma4_e_with_vision(tmp_path / "source")
+    quantized = write_fp8(source, tmp_path / "fp8", form, others=others)
+    logits = logits_of(quantized)
+    assert torch.equal(logits, logits_of(write_dequantized(quantized, tmp_path / "plain")))
+    assert not torch.equal(logits, logits_of(source))
+
+
+@pytest.mark.parametrize("has_fp8_head", [False, True])
+def test_projections_of_layers_without_kv_become_fp8_and_embeddings_per_layer_do_not(
+    tmp_path: Path, *, has_fp8_head: bool
+) -> None:
+    source = families.write(tmp_path / "source", "gemma4_text", **families.GEMMA4_E)
+    rounded = write_rounded(source, tmp_path / "rounded", has_fp8_head=has_fp8_head)
+    logits = logits_of(source, quantization=FP8_LM_HEAD if has_fp8_head else "fp8")
+    assert torch.equal(logits, logits_of(rounded))
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_an_output_layer_becomes_fp8_beside_its_embedding(tmp_path: Path, *, is_tied: bool) -> None:
     source = checkpoints.write_llama(tmp_path / "source", shape=RAGGED, is_tied=is_tied)
