@@ -13,7 +13,14 @@ import torch
 
 from shared.kernels.dispatch import launch_counts, reset_launch_counts
 from shared.kernels.fp8_rows import wants_fp8_rows
-from shared.models import attention, eagle3, experts, feed_forward, latent_attention
+from shared.models import (
+    attention,
+    eagle3,
+    experts,
+    feed_forward,
+    latent_attention,
+    query_attention,
+)
 from shared.models.draft import load_draft
 from shared.models.llama import CausalLM
 from shared.models.quantization import FP8, FP8_LM_HEAD, FP8_OUTPUT
@@ -29,7 +36,9 @@ DTYPE = torch.bfloat16
 IDS = [(17 * i) % 60 for i in range(5)]
 SMALL = Shape(num_layers=2, num_heads=2, num_kv_heads=1)
 # Whoever says that a norm is to leave its rows in FP8.
-READERS: list[ModuleType] = [attention, eagle3, experts, feed_forward, latent_attention]
+READERS: list[ModuleType] = [
+    *(attention, eagle3, experts, feed_forward, latent_attention, query_attention)
+]
 Run = Callable[[], torch.Tensor]
 
 
@@ -45,6 +54,13 @@ def write_olmo2(path: Path) -> Path:
 
 def write_llama(path: Path) -> Path:
     return checkpoints.write_llama(path, shape=SMALL)
+
+
+def write_gemma4_e(path: Path) -> Path:
+    """Write a layer with K and V, and one that attends to them; both read embeddings per layer."""
+    fields = families.GEMMA4_E | {"num_hidden_layers": 2, "num_kv_shared_layers": 1}
+    fields |= {"layer_types": ["full_attention"] * 2}
+    return families.write(path, "gemma4_text", **fields)
 
 
 def target_run(directory: Path, device: torch.device) -> Run:
@@ -104,6 +120,8 @@ def check(load: Callable[[], Run], monkeypatch: pytest.MonkeyPatch, fused: int, 
         (write_llama, 4, 8),
         # .. whose first layer reads embeddings without a norm.
         (write_olmo2, 5, 8),
+        # .. of which one has q alone; what gates embeddings per layer reads rows in 16 bits.
+        (write_gemma4_e, 4, 8),
         # o and down of a dense layer; o and both downs of one with experts. Besides q_a, kv_a and
         # q_b, gate and up, of routed experts and of the shared one.
         (write_deepseek, 5, 5 + 2 * 3 + 1 + 2),
