@@ -97,6 +97,8 @@ def create_engine(
     shapes = None
     if channels.has_sources:
         shapes = make_shapes(state, runner, forwards, step_rows)
+        if runner.pads_rows:  # a host with a GPU has the memory, and steps no time for this
+            state.features.rested.reserve()
     source = make_source(state, BatchWindow(costs), channels, mailbox, runner.pool, shapes)
     if runner.pads_rows:
         capture_verifies(runner, source, lambda stage, done: progress(stage, 0.93 + 0.02 * done))
@@ -243,7 +245,7 @@ def make_shapes(
     budget = TreeBudget(
         costs, LADDER, runner.pool.max_num_requests, clock=runner.step_clock.ended_s
     )
-    return BudgetedShapes(state.requests, budget, state.features.num_dropped)
+    return BudgetedShapes(state.requests, budget, state.features.missed)
 
 
 def make_source(

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from shared.device import DTYPES
 from shared.errors import InvalidArgumentError, NotFoundError, StaleStateError
@@ -29,18 +27,26 @@ from shared.peer.channel import PeerChannel
 from shared.peer.ring import FeatureRing
 from target_service.feature_log import FeatureLog, FeatureRows
 from target_service.request import Phase, TargetRequest
-from target_service.resting_rows import RestedPath, RestedRows
+from target_service.resting_rows import RestedPath, RestedRows, RestedRun
 
 logger = logging.getLogger(__name__)
 
 MAX_EARLY_SUBSCRIPTIONS = 4096
-# Blocks of rows that are sent as one: a block has the rows of a prompt's chunk, or of a path.
-_MANY_BLOCKS = 8
 # Rows of requests that have rested go out with a step until there are so many, or so many bytes:
 # hosts copy them while others wait for the next step, and a draft reads them in a round or two.
-_WOKEN_ROWS, _WOKEN_BYTES = 1024, 8 << 20
-# That hosts copy so many rows, and a draft reads them, costs what one that is replayed does.
-_KEPT_PER_REPLAYED = 16
+WOKEN_ROWS, _WOKEN_BYTES = 1024, 8 << 20
+
+
+class MissedRows(NamedTuple):
+    """Rows that a request's draft would have to get if it rested no more.
+
+    Args:
+        num_kept: That were kept for it, here or with those of others that rest.
+        num_replayed: That would have to be computed again.
+    """
+
+    num_kept: int = 0
+    num_replayed: int = 0
 
 
 class FeatureOutlet:
@@ -75,7 +81,7 @@ class FeatureOutlet:
         self.row_bytes = row_bytes
         self.num_bytes = dict.fromkeys(("ring", "peer", "front"), 0)
         """Bytes of rows that were sent, by what carries them."""
-        self.rested = RestedRows()
+        self.rested = RestedRows(row_bytes)
         """Rows of requests that rest."""
         self._waking: dict[str, TargetRequest] = {}
 
@@ -183,22 +189,20 @@ class FeatureOutlet:
             log.is_dormant, log.rested_since = True, None
             log.skip_to(log.end)
 
-    def num_dropped(self, request: TargetRequest) -> int:
-        """Return how many rows would have to be replayed, at most, if a request rested no more; of
-        many that are kept for its draft, a part.
-        """
+    def missed(self, request: TargetRequest) -> MissedRows:
+        """Return what a request's draft would have to get if it rested no more."""
         log = request.features
         if log is None:
-            return 0
+            return MissedRows()
         if log.is_dormant:
-            return request.committed_len - (log.next or 0)
+            return MissedRows(num_replayed=request.committed_len - (log.next or 0))
         if log.rested_since is None:
-            return 0
-        num_missed = request.committed_len - log.end
-        if log.next is not None and log.next < log.start:  # these are gone as well
-            return request.committed_len - log.next
-        is_kept = self.rested.has_all(log.rested_since)
-        return num_missed // _KEPT_PER_REPLAYED if is_kept else num_missed
+            return MissedRows()
+        first = log.end if log.next is None else log.next
+        num_missed = request.committed_len - first
+        if first >= log.start and self.rested.has_all(log.rested_since):
+            return MissedRows(num_kept=num_missed)
+        return MissedRows(num_replayed=num_missed)
 
     def wake(self, request: TargetRequest, *, at_once: bool = False) -> None:
         """Send what was held back of a request, in one of the next steps.
@@ -219,33 +223,29 @@ class FeatureOutlet:
     def send(self) -> None:
         """Send what every subscriber has not got yet, and drop rows past the budget."""
         self._wake_some()
-        oldest = self.rested.end
         for request in self._requests.values():
             log = request.features
             if log is None:
                 continue
-            if log.rested_since is not None:
-                oldest = min(oldest, log.rested_since)
             if log.is_settled:
                 continue
             self._send(request, log)
             # A replay in flight ends where the rows held begin: they must stay meanwhile.
             if not log.is_replaying:
                 log.trim()
-        self.rested.drop_before(oldest)
         if self.ring is not None:
             self.ring.start_step()
 
     def _wake_some(self) -> None:
         """Release requests that are waking, as many as drafts can read the rows of in a step."""
-        num_rows = min(_WOKEN_ROWS, _WOKEN_BYTES // max(self.row_bytes, 1))
+        num_rows = min(WOKEN_ROWS, _WOKEN_BYTES // max(self.row_bytes, 1))
         while self._waking and num_rows > 0:
             request_id = next(iter(self._waking))
             request = self._waking.pop(request_id)
             log = request.features
             if log is not None and self._requests.get(request_id) is request:
+                num_rows -= sum(self.missed(request))
                 self._release(request, log)
-                num_rows -= log.end - (log.end if log.next is None else log.next)
 
     def _release(self, request: TargetRequest, log: FeatureLog) -> None:
         """Bring the log of a request up to date that was held back."""
@@ -253,13 +253,21 @@ class FeatureOutlet:
         if log.is_dormant:
             log.is_dormant = False
             log.skip_to(request.committed_len)
-        if log.rested_since is None:
+        since, log.rested_since = log.rested_since, None
+        if since is None:
             return
-        for position, rows in self.rested.of(request.req_idx, log.rested_since):
-            log.append_rested(position, rows.copy())
-        if log.end < request.committed_len:  # too long ago: the rest is replayed
-            log.skip_to(request.committed_len)
-        log.rested_since = None
+        run, end = self.rested.newest(request.req_idx, since), request.committed_len
+        if run is None or run.position + len(run.places) != end:
+            if log.end < end:
+                log.skip_to(end)  # too long ago: all is replayed
+            return
+        self._send(request, log)
+        if log.next == log.end == run.position:
+            self._emit_rested(request, log, run)
+            log.skip_to(end)
+            log.next = end
+        else:  # rows before these are missing, or nobody reads them yet
+            log.append_rested(run.position, self.rested.copy(run.places))
 
     def can_send_early(self, request: TargetRequest, position: int) -> bool:
         """Return whether rows at a position may go to the attached draft before their commit."""
@@ -321,10 +329,7 @@ class FeatureOutlet:
             request.features.next += count
 
     def _send(self, request: TargetRequest, log: FeatureLog) -> None:
-        unsent = list(log.take_unsent())
-        if len(unsent) > _MANY_BLOCKS:  # of a draft that has rested
-            unsent = [(unsent[0][0], np.concatenate([rows for _, rows in unsent]))]
-        for position, rows in unsent:
+        for position, rows in log.take_unsent():
             self._emit(request, log, position, rows)
 
     def _emit(
@@ -332,22 +337,51 @@ class FeatureOutlet:
     ) -> None:
         """Queue rows for the subscriber, in chunks."""
         ring = self.ring if log.reads_ring else None
-        put = self._outbox.append if log.channel is None else log.channel.put
         for begin in range(0, len(rows), self.rows_per_chunk):
             part = rows[begin : begin + self.rows_per_chunk]
             span = ring.write(part) if ring is not None else None
-            carrier = "ring" if span is not None else "front" if log.channel is None else "peer"
-            self.num_bytes[carrier] += len(part) * self.row_bytes
-            put(
-                FeatureChunk(
-                    request_id=request.request_id,
-                    target_epoch=request.target_epoch,
-                    start=position + begin,
-                    shape=(len(part), self._spec.width),
-                    dtype=self._spec.dtype,
-                    data=part.tobytes() if span is None else span,
-                )
+            data = part.tobytes() if span is None else span
+            self._put(request, log, position + begin, len(part), data)
+
+    def _emit_rested(self, request: TargetRequest, log: FeatureLog, run: RestedRun) -> None:
+        """Queue rows that were kept while a request rested, in chunks."""
+        ring = self.ring if log.reads_ring else None
+        for begin in range(0, len(run.places), self.rows_per_chunk):
+            places = run.places[begin : begin + self.rows_per_chunk]
+            span = ring.claim(len(places) * self.row_bytes) if ring is not None else None
+            if ring is None or span is None:
+                data: bytes | RingSpan = self.rested.copy(places).tobytes()
+            else:
+                self.rested.copy(places, out=ring.at(span).reshape(-1, self.row_bytes))
+                data = span
+            self._put(request, log, run.position + begin, len(places), data)
+
+    def _put(
+        self,
+        request: TargetRequest,
+        log: FeatureLog,
+        position: int,
+        num_rows: int,
+        data: bytes | RingSpan,
+    ) -> None:
+        """Queue a chunk for the subscriber.
+
+        Args:
+            data: The rows, or where they lie in the ring.
+        """
+        way = "front" if log.channel is None else "peer"
+        self.num_bytes["ring" if isinstance(data, RingSpan) else way] += num_rows * self.row_bytes
+        put = self._outbox.append if log.channel is None else log.channel.put
+        put(
+            FeatureChunk(
+                request_id=request.request_id,
+                target_epoch=request.target_epoch,
+                start=position,
+                shape=(num_rows, self._spec.width),
+                dtype=self._spec.dtype,
+                data=data,
             )
+        )
 
 
 def _subscribable(

@@ -1,28 +1,30 @@
 """Feature rows of requests that rest: kept step by step for all of them, sent to nobody.
 
-While a request rests nobody reads its rows, and it may end before anybody does. So the rows of a
-step are kept as one block, whatever the number of requests. Those of one request are looked for
-when trees are wanted of it again; what is no longer there then is replayed.
+While a request rests nobody reads its rows, and it may end before anybody does. So a step's rows
+are kept as they come, whatever the number of requests, over the oldest ones. Those of one request
+are looked for when trees are wanted of it again; what is no longer there then is replayed.
 
-Blocks lie one behind the other in memory that stays, all of which is touched in the end: memory of
-their own, that is given back and taken again with each step, took 2 ms of a step of 256 requests.
+The memory is there, and touched, before it is needed: a page that is touched for the first time
+takes some microseconds, which was 2 ms of a step of 256 requests.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
+import mmap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+Ints = NDArray[np.int64]
 FeatureRows = NDArray[np.uint8]
 """[.., row_bytes]"""
 
 MAX_RESTED_BYTES = 512 << 20
-"""Of the memory for rows that are kept; the oldest steps go first."""
+"""Of the memory for rows that are kept; the oldest ones go first."""
+_MAX_RESTED_ROWS = 1 << 16
+_NOBODY = -1
 
 
 class RestedPath(NamedTuple):
@@ -41,35 +43,47 @@ class RestedPath(NamedTuple):
     num_rows: int
 
 
-class _Step(NamedTuple):
-    """The rows of a step, one path after the other.
+class RestedRun(NamedTuple):
+    """Rows of a request at positions one behind the other.
 
     Args:
-        slots, positions, ends: [B], no slot twice; the rows of path i end before rows[ends[i]].
-        rows: [n, row_bytes], in the memory for all steps.
-        begin, stop: Bytes of that.
+        position: Of the first.
+        places: [n], where they lie.
     """
 
-    slots: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    rows: FeatureRows
-    begin: int
-    stop: int
+    position: int
+    places: Ints
 
 
 class RestedRows:
-    """Rows of the last steps.
+    """The rows that were kept last.
+
+    Args:
+        row_bytes: Of a row.
 
     Attributes:
-        end: Number of the next step.
+        end: Rows that were ever kept.
     """
 
-    def __init__(self, max_bytes: int = MAX_RESTED_BYTES) -> None:
+    def __init__(self, row_bytes: int, max_bytes: int = MAX_RESTED_BYTES) -> None:
         self.end = 0
-        self._max_bytes = max_bytes
-        self._memory: NDArray[np.uint8] | None = None
-        self._steps: deque[_Step] = deque()  # the last one is that before `end`
+        self._row_bytes = row_bytes
+        self._capacity = min(max_bytes // max(row_bytes, 1), _MAX_RESTED_ROWS)
+        # Of each place: whose row is there, and which.
+        self._slots = np.zeros(0, dtype=np.int32)
+        self._positions = np.zeros(0, dtype=np.int32)
+        self._rows: FeatureRows | None = None
+
+    def reserve(self) -> None:
+        """Take the memory, unless it was taken, and touch all of it."""
+        num_bytes = self._capacity * self._row_bytes
+        if self._rows is not None or not num_bytes:
+            return
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        memory = np.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=np.uint8)
+        self._rows = memory.reshape(self._capacity, self._row_bytes)
+        self._slots = np.full(self._capacity, _NOBODY, dtype=np.int32)
+        self._positions = np.zeros(self._capacity, dtype=np.int32)
 
     def append(self, paths: Sequence[RestedPath], features: FeatureRows) -> None:
         """Keep the rows of some paths of a step.
@@ -77,66 +91,63 @@ class RestedRows:
         Args:
             features: [B, D + 1, row_bytes], of all paths of the step.
         """
+        self.reserve()
         row, slots, positions, counts = np.array(paths, dtype=np.int64).T
-        ends = counts.cumsum()
-        num_rows, row_bytes = int(ends[-1]), features.shape[2]
-        num_bytes = num_rows * row_bytes
-        self.end += 1
-        if num_bytes > self._max_bytes:
-            self._steps.clear()
+        num_rows = int(counts.sum())
+        begin, self.end = self.end, self.end + num_rows
+        if num_rows > self._capacity or self._rows is None:
+            self._slots.fill(_NOBODY)
             return
-        if self._memory is None:
-            self._memory = np.empty(self._max_bytes, dtype=np.uint8)
-        begin = self._make_room(num_bytes)
-        stop = begin + num_bytes
-        rows = self._memory[begin:stop].reshape(num_rows, row_bytes)
-        if len(paths) == len(features) and features.shape[1] == 1:
-            rows[:] = features[:, 0]
-        else:
-            node = np.arange(num_rows) - (ends - counts).repeat(counts)
-            places = row.repeat(counts) * features.shape[1] + node
-            np.take(features.reshape(-1, row_bytes), places, axis=0, out=rows, mode="clip")
-        self._steps.append(_Step(slots, positions, ends, rows, begin, stop))
+        node = np.arange(num_rows) - (counts.cumsum() - counts).repeat(counts)
+        of_step = row.repeat(counts) * features.shape[1] + node
+        slots, positions = slots.repeat(counts), positions.repeat(counts) + node
+        step = features.reshape(-1, self._row_bytes)
+        for part, places in self._places(begin, num_rows):
+            np.take(step, of_step[part], axis=0, out=self._rows[places], mode="clip")
+            self._slots[places], self._positions[places] = slots[part], positions[part]
 
-    def drop_before(self, step: int) -> None:
-        """Drop steps that no request needs."""
-        while self._steps and self._first < step:
-            self._steps.popleft()
+    def _places(self, begin: int, num_rows: int) -> Iterator[tuple[slice, slice]]:
+        """Yield for rows of a step where they go: at once, or up to the memory's end and on from
+        its beginning.
+        """
+        first = begin % self._capacity
+        size = min(num_rows, self._capacity - first)
+        yield slice(size), slice(first, first + size)
+        if size < num_rows:
+            yield slice(size, num_rows), slice(num_rows - size)
 
-    def of(self, slot: int, since: int) -> Iterator[tuple[int, FeatureRows]]:
-        """Yield (position, rows [n, row_bytes]) of the request that holds a slot, as far as they
-        are there; copy what outlives the next step.
+    def newest(self, slot: int, since: int) -> RestedRun | None:
+        """Return the newest rows of the request that holds a slot, as far back as they are here
+        without a gap; None: there are none.
 
         Args:
-            since: The step with which it began to rest.
+            since: `end` when it began to rest.
         """
-        place = 0  # mostly the same in all steps
-        for step in itertools.islice(self._steps, max(since - self._first, 0), None):
-            if place >= len(step.slots) or step.slots[place] != slot:
-                found = np.flatnonzero(step.slots == slot)
-                if not len(found):
-                    continue
-                place = int(found[0])
-            first = int(step.ends[place - 1]) if place else 0
-            yield int(step.positions[place]), step.rows[first : int(step.ends[place])]
+        places = np.flatnonzero(self._slots == slot)
+        cut = self.end % max(self._capacity, 1)  # the oldest row's
+        places = np.concatenate([places[places >= cut], places[places < cut]])
+        numbers = self.end - 1 - (self.end - 1 - places) % max(self._capacity, 1)
+        places = places[numbers >= since]
+        if not len(places):
+            return None
+        positions = self._positions[places]
+        gaps = np.flatnonzero(np.diff(positions) != 1)
+        first = int(gaps[-1]) + 1 if len(gaps) else 0
+        return RestedRun(int(positions[first]), places[first:])
+
+    def copy(self, places: Ints, out: FeatureRows | None = None) -> FeatureRows:
+        """Return the rows at some places, [n, row_bytes].
+
+        Args:
+            out: Where to copy them.
+        """
+        assert self._rows is not None
+        return np.take(self._rows, places, axis=0, out=out, mode="clip")
 
     def has_all(self, since: int) -> bool:
-        """Return whether the rows of a step, and of all after it, are still here."""
-        return since >= self._first
+        """Return whether all rows are still here that were kept since then.
 
-    @property
-    def _first(self) -> int:
-        """Return the number of the oldest step."""
-        return self.end - len(self._steps)
-
-    def _make_room(self, num_bytes: int) -> int:
-        """Return where so many bytes begin that no step has; the oldest ones make room."""
-        begin = self._steps[-1].stop if self._steps else 0
-        if begin + num_bytes > self._max_bytes:
-            while self._steps and self._steps[0].begin >= begin:  # the rest of the memory
-                self._steps.popleft()
-            begin = 0
-        stop = begin + num_bytes
-        while self._steps and begin <= self._steps[0].begin < stop:
-            self._steps.popleft()
-        return begin
+        Args:
+            since: `end` at that time.
+        """
+        return since >= self.end - self._capacity

@@ -94,9 +94,12 @@ class FeatureRing:
 
     def fill(self, span: RingSpan, parts: Sequence[NDArray[np.uint8]]) -> None:
         """Write rows to a place that was claimed; they take all of it."""
+        np.concatenate(parts, out=self.at(span).reshape(-1, parts[0].shape[1]))
+
+    def at(self, span: RingSpan) -> NDArray[np.uint8]:
+        """Return the bytes of a place that was claimed, to be filled before a reader hears of it."""
         offset = span.begin % self.capacity
-        place = self._data[offset : offset + span.num_bytes]
-        np.concatenate(parts, out=place.reshape(-1, parts[0].shape[1]))
+        return self._data[offset : offset + span.num_bytes]
 
 
 class RingReader:

@@ -19,6 +19,7 @@ from shared.messages import TreeShape
 from target_service.budgets.acceptance import LAST_HOPELESS_CLASS, Acceptance
 from target_service.budgets.costs import RoundCosts, RoundKind, bucket_size
 from target_service.budgets.deal import NOTHING_FIXED, Deal, Dealer, FixedRounds
+from target_service.features import WOKEN_ROWS
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -29,6 +30,8 @@ DECISION_ROUNDS = 4
 # Tokens per second that a change must bring, as a part of all; more on a CPU, whose rounds scatter
 # because others use it as well.
 _FAVOUR, _FAVOUR_CPU = 0.02, 0.1
+# .. and that trees must bring more than none, or drafts do not read prompts for them.
+_FAVOUR_PROMPTS = 0.05
 # One decision in so many favours nothing: what single requests lose by it is little for all.
 _UNFAVOURED_DECISION = 16
 # A round that takes so many times what was expected is reason enough to decide anew.
@@ -42,13 +45,20 @@ _LEAST_MIXED = 0.01
 _MOSTLY_MIXED = 0.3
 # So many rounds without prompts, and none being read, and the next ones have none either.
 _PROMPTS_ENDED_AFTER = 3
-# Rows that a draft has missed and that are gone are computed again if that pays within the time in
-# which every request gets so many tokens, or what it has left.
+# A draft gets what it has missed if that pays within the time in which every request gets so many
+# tokens, or what it has left ..
 _PAID_BACK_AFTER = 64
+# .. and trees come so many rounds after its last row. So many rows that were kept, which hosts copy
+# and it reads, cost what one does that is computed again; and fewer than so many cost nothing.
+_FIRST_TREE_AFTER = 6
+_KEPT_PER_REPLAYED, _MANY_MISSED = 5, 16
 # A request that rests does so for at least so many rounds: a draft must read what came meanwhile.
 _LEAST_REST = 4
 # .. but for so many where rounds without trees are tried, of which the first says nothing.
 _PLAIN_TRY_ROUNDS = 6
+# While prompts are read that take as long as so many rounds without trees, requests rest where
+# trees bring less than none beside prompts; until those that are left take so many.
+_LONG_READING, _READING_ENDS = 60, 5
 # Where all requests rest: rounds after which a few are tried, twice as many after each try ..
 _FIRST_PROBE_AFTER = 64
 _LAST_PROBE_AFTER = 1024
@@ -57,8 +67,8 @@ _PROBE_RUNG = 3
 _PROBE_ROUNDS = 3
 _PROBE_PATIENCE = 64
 _MOST_PROBED = 4
-# .. and the part of the time that may go into rows that are computed again for them; more after so
-# many seconds without a try, for what a request alone has missed grows with that time.
+# .. and the part of the time that may go into rows that drafts have missed; more after so many
+# seconds without a try, for what a request alone has missed grows with that time.
 _MOST_REPLAYED, _PUT_OFF_ROUNDS = 0.004, 16
 _LONG_UNTRIED_S, _MOST_REPLAYED_THEN = 30.0, 0.01
 _MANY_ROWS = 1 << 40
@@ -132,6 +142,7 @@ class TreeBudget:
         self._mixed, self._tokens = 0.0, 1.0
         self._num_clear = 0  # rounds since one had rows of prompts
         self._coming_mixed = 0.0  # what the mean is expected to be of the next rounds
+        self._reads_long = False  # prompts that take many rounds
         self._keeps_deals = True  # another one must bring some more
 
     def begin(self, slot: int) -> None:
@@ -152,7 +163,8 @@ class TreeBudget:
         if self._forecast[:2] != (era, count):
             classes = np.full(num_requests, self.acceptance.mean_class)
             caps = np.full(num_requests, len(self.costs.rows) - 1)
-            deal = self._dealer.deal(classes, caps, np.zeros_like(caps), favour=self._favour)
+            favour = max(self._favour, _FAVOUR_PROMPTS)
+            deal = self._dealer.deal(classes, caps, np.zeros_like(caps), favour=favour)
             self._forecast = (era, count, not deal.limit)
         return self._forecast[2]
 
@@ -172,9 +184,10 @@ class TreeBudget:
         caps: Ints,
         fixed: FixedRounds = NOTHING_FIXED,
         *,
-        num_dropped: Ints | None = None,
+        missed: Ints | None = None,
         num_left: Ints | None = None,
         num_coming: int = 0,
+        num_prompt_rows: int = 0,
     ) -> None:
         """Decide for requests.
 
@@ -182,11 +195,12 @@ class TreeBudget:
             slots: [B], all different.
             caps: [B], the highest rung that each may have.
             fixed: Other requests of the same steps.
-            num_dropped: [B], rows to compute again for the draft of one that rests no more; None:
-                there are none.
+            missed: [B, 2], rows for the draft of one that rests no more: those that were kept, and
+                those to compute again; None: there are none.
             num_left: [B], tokens that each may have yet; None: not known.
             num_coming: Requests whose prompts are being read. If all would rest together with them,
                 none begins to have trees, which would only make these wait.
+            num_prompt_rows: Of theirs that are left.
         Mutates: `rungs`.
         """
         self._decided_round = self._round
@@ -196,21 +210,22 @@ class TreeBudget:
         has_ended = not num_coming and self._num_clear >= _PROMPTS_ENDED_AFTER
         mixed_before, self._coming_mixed = self._coming_mixed, 0.0 if has_ended else self._mixed
         self._keeps_deals = max(mixed_before, self._coming_mixed) < _MOSTLY_MIXED
+        self._note_reading(num_prompt_rows, len(slots) + fixed.num_requests)
         caps = self._caps_of_rests(slots, caps, fixed.num_requests, num_coming)
         deal = self._deal(slots, caps, fixed)
-        if deal.limit and num_dropped is not None and num_dropped.any():
-            lower_caps = np.where(num_dropped > 0, 0, caps)
+        if deal.limit and missed is not None and _has_many(missed).any():
+            lower_caps = np.where(_has_many(missed), 0, caps)
             staying = self._deal(slots, lower_caps, fixed)
-            if not self._pays_back(deal, staying, num_dropped, num_left):
+            if not self._pays_back(deal, staying, missed, num_left):
                 caps, deal = lower_caps, staying
         self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST
-        if not deal.limit:
-            rungs = self._probed(slots, caps, fixed, num_dropped)
-        elif not (fixed.num_trees or num_coming) and self.costs.plain_is_worth_a_try(
+        if not deal.limit and not self._reads_long:
+            rungs = self._probed(slots, caps, fixed, missed)
+        elif deal.limit and not (fixed.num_trees or num_coming) and self.costs.plain_is_worth_a_try(
             len(slots) + fixed.num_requests, deal.tokens_per_s, self._clock()
         ):
             rungs, rest = np.zeros_like(rungs), _PLAIN_TRY_ROUNDS
-        else:
+        elif deal.limit:
             self._probe.reset(len(slots))
         resting = slots[rungs == 0]
         if len(resting):
@@ -219,6 +234,13 @@ class TreeBudget:
         self.rungs[slots] = rungs
         self._is_new[slots] = False
         self.is_hopeless[slots] = not deal.limit and self._are_hopeless(slots)
+
+    def _note_reading(self, num_prompt_rows: int, num_requests: int) -> None:
+        """Take note of how long prompts will be read; on a CPU their rows cost no less."""
+        round_s = self.costs.round_s(RoundKind(num_requests, num_requests))
+        num_rounds = self.costs.marginal_s(float(num_prompt_rows)) / round_s
+        least = _READING_ENDS if self._reads_long else _LONG_READING
+        self._reads_long = self.costs.is_padded and num_rounds > least
 
     def _are_hopeless(self, slots: Ints) -> NDArray[np.bool_]:
         return self.acceptance.classes(slots) <= LAST_HOPELESS_CLASS
@@ -236,7 +258,7 @@ class TreeBudget:
 
     def _deal(self, slots: Ints, caps: Ints, fixed: FixedRounds) -> Deal:
         """Return the best deal; a request rests only if that is best beside prompts and without
-        them.
+        them, but for prompts that take long.
 
         Beside prompts trees bring little more than none, but drafts must keep up to have trees when
         the prompts have been read.
@@ -244,6 +266,8 @@ class TreeBudget:
         classes = self.acceptance.classes(slots)
         held, favour = self._held(slots)
         options = self._dealer.options(classes, caps, fixed)
+        if self._reads_long:
+            return self._dealer.choose(options, held, 1.0, favour=favour)
         mixed = fixed._replace(mixed_per_token=self._coming_mixed / self._tokens)
         deal = self._dealer.choose(options, held, mixed.mixed_per_token, favour=favour)
         if self._coming_mixed < _LEAST_MIXED or deal.rungs.all():
@@ -259,17 +283,18 @@ class TreeBudget:
             return without
         return Deal(rungs, int(rungs.max()), self._dealer.tokens_per_s(classes, rungs, mixed))
 
-    def _pays_back(
-        self, deal: Deal, staying: Deal, num_dropped: Ints, num_left: Ints | None
-    ) -> bool:
-        """Return whether a deal brings so much more than one in which nobody's rows are computed
-        again, that within some rounds it makes up for that.
+    def _pays_back(self, deal: Deal, staying: Deal, missed: Ints, num_left: Ints | None) -> bool:
+        """Return whether a deal brings so much more than one in which no draft gets what it has
+        missed, that within some rounds it makes up for that.
         """
-        lost_s = self.costs.marginal_s(float(num_dropped[deal.rungs > 0].sum()))
+        woken = missed[deal.rungs > 0]
+        lost_s = self.costs.marginal_s(float(_replayed(woken).sum()))
         num_tokens = float(_PAID_BACK_AFTER)
         if num_left is not None:
             num_tokens = float(np.minimum(num_left, _PAID_BACK_AFTER).mean())
-        rounds_s = num_tokens * len(deal.rungs) / staying.tokens_per_s
+        # Drafts get so many rows with each round: on average after half of these rounds.
+        num_tokens -= _FIRST_TREE_AFTER + float(woken.sum()) / WOKEN_ROWS / 2
+        rounds_s = max(num_tokens, 0.0) * len(deal.rungs) / staying.tokens_per_s
         return deal.tokens_per_s * rounds_s >= staying.tokens_per_s * (rounds_s + lost_s)
 
     def _held(self, slots: Ints) -> tuple[Ints, float]:
@@ -327,7 +352,7 @@ class TreeBudget:
         if len(slots):
             self.acceptance.recentre(slots)
         resting = slots[~has_tree]
-        if len(resting):
+        if len(resting) and not self._reads_long:
             self.acceptance.note_rests(resting, returns=self._limit > 0)
 
     def _note_mixed(self, num_tokens: int, times: StepTimes) -> None:
@@ -382,14 +407,11 @@ class TreeBudget:
             self._new_gains_at += min(self._num_decisions, _LAST_GAINS)
             self._dealer = Dealer(self.acceptance.gains(), self.costs)
 
-    def _probed(
-        self, slots: Ints, caps: Ints, fixed: FixedRounds, num_dropped: Ints | None
-    ) -> Ints:
+    def _probed(self, slots: Ints, caps: Ints, fixed: FixedRounds, missed: Ints | None) -> Ints:
         """Return the rungs of requests none of which would get a tree; a few are tried at times.
 
-        As many as fit beside the roots into the next size of a step, or one. If rows of all of them
-        would have to be computed again, the one with the fewest, once that takes little of the time
-        since.
+        As many as fit beside the roots into the next size of a step, or one. If drafts have missed
+        rows of all of them, the one with the fewest, once these take little of the time since.
         """
         rungs = np.zeros_like(caps)
         if not self._probe.is_on(self._round, len(slots)):
@@ -401,7 +423,7 @@ class TreeBudget:
             sizes, _ = self.costs.sizes_above(base)
             num_more = max(int(self.costs.rows[rung]) - 1, 1)
             room = (int(sizes[0]) - base) // num_more if len(sizes) else 0
-            lost = np.zeros_like(caps) if num_dropped is None else num_dropped
+            lost = np.zeros_like(caps) if missed is None else _replayed(missed)
             lost = np.where(caps > 0, lost, _MANY_ROWS)
             fewest = int(lost.min())
             if fewest == _MANY_ROWS:
@@ -429,7 +451,7 @@ class _Probe:
         # Rounds before the last try with so many requests, by powers of two.
         self._after: dict[int, int] = {}
         self._begins: int | None = None  # the next try, or the one that is on
-        self._paid_at_s: float | None = None  # when rows were computed again for one
+        self._paid_at_s: float | None = None  # when a draft got what it had missed for one
 
     def reset(self, num_requests: int) -> None:
         """Take note that trees pay with so many requests: tries with more of them said nothing of
@@ -455,10 +477,10 @@ class _Probe:
         return True
 
     def affords(self, lost_s: float, now: int, now_s: float) -> bool:
-        """Return whether rows may be computed again for a try; else it is put off.
+        """Return whether a draft may get what it has missed for a try; else that is put off.
 
         Args:
-            lost_s: What they take.
+            lost_s: What it takes.
         """
         if self._paid_at_s is None:
             self._paid_at_s = now_s
@@ -469,6 +491,20 @@ class _Probe:
             return False
         self._paid_at_s = now_s
         return True
+
+
+def _replayed(missed: Ints) -> Ints:
+    """Return what rows that drafts have missed cost, in rows that are computed again.
+
+    Args:
+        missed: [B, 2], as of `TreeBudget.decide`.
+    """
+    return missed[:, 1] + missed[:, 0] // _KEPT_PER_REPLAYED
+
+
+def _has_many(missed: Ints) -> NDArray[np.bool_]:
+    """Return of which requests drafts have missed so much that it counts."""
+    return (missed[:, 1] > 0) | (missed[:, 0] >= _MANY_MISSED)
 
 
 def _median(values: Floats) -> float:

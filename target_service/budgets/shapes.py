@@ -12,6 +12,7 @@ from shared.messages import PeerTrees, TreeShape
 from target_service.budgets.budget import StepTimes, TreeBudget
 from target_service.budgets.deal import FixedRounds
 from target_service.draft_peer import Progress
+from target_service.features import MissedRows
 from target_service.nodes import AcceptedNodes, SampledTrees
 from target_service.request import Phase, TargetRequest
 
@@ -107,19 +108,18 @@ class BudgetedShapes(TreeShapes):
 
     Args:
         requests: Of the engine.
-        num_dropped: Rows that a request which rests would have to compute again for its draft, or
-            what others cost in such rows.
+        missed: Of a request, what its draft would have to get if it rested no more.
     """
 
     def __init__(
         self,
         requests: Mapping[str, TargetRequest],
         budget: TreeBudget,
-        num_dropped: Callable[[TargetRequest], int] = lambda _: 0,
+        missed: Callable[[TargetRequest], MissedRows] = lambda _: MissedRows(),
     ) -> None:
         self._requests = requests
         self._budget = budget
-        self._num_dropped = num_dropped
+        self._missed = missed
         # By slot: who holds it as far as the budget knows, and the rung it wants of that request;
         # None: it was not asked yet, or only before the request had credit for trees.
         self._owners: list[TargetRequest | None] = [None] * len(budget.rungs)
@@ -242,11 +242,13 @@ class BudgetedShapes(TreeShapes):
             self._budget.begin(slot)
 
     def _decide(self) -> None:
-        slots, caps, dropped, left, fixed = [], [], [], [], []
-        num_others, num_coming = 0, 0
+        slots, caps, missed, left, fixed = [], [], [], [], []
+        num_others, num_coming, num_prompt_rows = 0, 0, 0
         for request in self._requests.values():
             if request.phase is not Phase.RUNNING:
-                num_coming += request.phase is Phase.PREFILL
+                if request.phase is Phase.PREFILL:
+                    num_coming += 1
+                    num_prompt_rows += len(request.tokens) - request.committed_len
                 continue
             self._note_owner(request)
             peer = request.draft
@@ -256,7 +258,7 @@ class BudgetedShapes(TreeShapes):
             elif credit.adapts:
                 slots.append(request.req_idx)
                 caps.append(num_rungs_within(credit.shape))
-                dropped.append(self._num_dropped(request))
+                missed.append(self._missed(request))
                 left.append(request.token_limit - len(request.tokens))
             else:
                 fixed.append(credit.shape)
@@ -266,9 +268,10 @@ class BudgetedShapes(TreeShapes):
             places,
             np.array(caps, dtype=np.int64),
             fixed_rounds,
-            num_dropped=np.array(dropped, dtype=np.int64),
+            missed=np.array(missed, dtype=np.int64).reshape(-1, 2),
             num_left=np.array(left, dtype=np.int64),
             num_coming=num_coming,
+            num_prompt_rows=num_prompt_rows,
         )
         for slot, rung in zip(slots, self._budget.rungs[places].tolist(), strict=True):
             if rung != self._wanted[slot]:

@@ -10,13 +10,16 @@ from numpy.typing import NDArray
 
 from shared.ladder import LADDER
 from target_service.budgets.budget import StepTimes, TreeBudget
+from target_service.features import WOKEN_ROWS
 from target_service.prompt_budget import PromptBudget
 from tests.marks import exhaustive
 from tests.unit.test_budgets_simulated import EASY, FORWARD, World, host_s
 
 NUM_SLOTS = 256
-_CATCH_UP_ROUNDS = 2
-_DRAFT_S_PER_PROMPT_ROW = 1e-6
+# What a draft reads on the same GPU, per row; and rounds until the first tree of a new request, and
+# of one that has rested once its draft has what it missed, of which it gets so many rows a step.
+_DRAFT_S_PER_ROW, _HOST_S_PER_KEPT_ROW = 2e-6, 2e-6
+_CATCH_UP_ROUNDS, _WAKING_ROUNDS = 2, 5
 _NUM_PROMPT = 290
 
 
@@ -28,12 +31,14 @@ class Arrived:
         at_s: When it came.
         num_prompt: Rows of its prompt that are left.
         num_new: Tokens of its output.
+        num_missed: Tokens that its draft has not got.
     """
 
     at_s: float
     num_prompt: int
     num_new: int
     num_tokens: float = 0.0
+    num_missed: int = 0
     num_ordered: int = 0
     first_s: float = 0.0
     ended_s: float = 0.0
@@ -73,7 +78,9 @@ class Server:
         coming = sorted(requests, key=lambda one: one.at_s)
         while coming or self.slots:
             while coming and coming[0].at_s <= self.now_s:
-                self.slots[self.free.pop()] = coming.pop(0)
+                one = self.slots[self.free.pop()] = coming.pop(0)
+                if self.is_adaptive and self.budget.would_rest(len(self.slots)):
+                    one.num_missed = one.num_prompt
             if not self.slots:
                 self.now_s = coming[0].at_s
                 continue
@@ -85,9 +92,10 @@ class Server:
         running = [self.slots[slot] for slot in slots.tolist()]
         rungs = self._rungs(slots, running)
         num_rows = int(self.rows[rungs].sum())
-        num_prompt_rows = self._read(reading, num_rows)
+        num_prompt_rows, num_for_drafts = self._read(reading, num_rows)
         took_s = self.costs.forward_s(num_rows + num_prompt_rows) + host_s(len(slots))
-        took_s += _DRAFT_S_PER_PROMPT_ROW * num_prompt_rows
+        took_s += _DRAFT_S_PER_ROW * num_for_drafts
+        took_s += (_DRAFT_S_PER_ROW + _HOST_S_PER_KEPT_ROW) * self._wake(slots, running)
         largest = int(rungs.max(initial=0))
         if largest:
             took_s += self.world.draft_s(largest, int(np.count_nonzero(rungs)))
@@ -120,28 +128,51 @@ class Server:
         wanted = np.full(len(slots), self.rung)
         if self.is_adaptive and len(slots):
             if self.budget.is_due:
-                self.budget.decide(slots, np.full(len(slots), len(LADDER)))
+                coming = [one.num_prompt for one in self.slots.values() if one.num_prompt]
+                self.budget.decide(
+                    slots,
+                    np.full(len(slots), len(LADDER)),
+                    missed=np.array([(one.num_missed, 0) for one in running]),
+                    num_left=np.array([int(one.num_new - one.num_tokens) for one in running]),
+                    num_coming=len(coming),
+                    num_prompt_rows=sum(coming),
+                )
             wanted = self.budget.rungs[slots]
         for one, rung in zip(running, wanted.tolist(), strict=True):
-            one.num_ordered = one.num_ordered + 1 if rung else 0
+            if not rung:
+                one.num_ordered, one.num_missed = 0, one.num_missed + 1
+            elif not one.num_missed:
+                one.num_ordered += 1
         is_here = np.array([one.num_ordered > _CATCH_UP_ROUNDS for one in running], dtype=bool)
         return np.where(is_here, wanted, 0)
 
-    def _read(self, reading: list[tuple[int, Arrived]], num_rows: int) -> int:
+    def _wake(self, slots: NDArray[np.int64], running: list[Arrived]) -> int:
+        """Let drafts get what they have missed of requests that rest no more; return the rows."""
+        left = WOKEN_ROWS
+        for one, rung in zip(running, self.budget.rungs[slots].tolist(), strict=True):
+            if one.num_missed and rung and left > 0:
+                left -= one.num_missed
+                one.num_missed, one.num_ordered = 0, _CATCH_UP_ROUNDS - _WAKING_ROUNDS
+        return WOKEN_ROWS - left
+
+    def _read(self, reading: list[tuple[int, Arrived]], num_rows: int) -> tuple[int, int]:
+        """Return the rows of prompts, and how many of them drafts read, too."""
         if not reading:
-            return 0
+            return 0, 0
         left = self.prompts.num_rows(
             num_rows,
             sum(one.num_prompt for _, one in reading),
             min(one.at_s for _, one in reading),
             is_crowded=len(reading) > 1,
         )
-        num_read = 0
+        num_read = num_for_drafts = 0
         for _, one in reading:
             count = min(one.num_prompt, left - num_read)
             one.num_prompt -= count
             num_read += count
-        return num_read
+            if (self.rung or self.is_adaptive) and not one.num_missed:
+                num_for_drafts += count
+        return num_read, num_for_drafts
 
 
 def arrivals(rate: float, seconds: float, seed: int = 1) -> list[Arrived]:

@@ -448,6 +448,11 @@ def test_a_draft_of_which_nothing_is_accepted_costs_little_even_if_it_takes_litt
     assert rate >= 0.99 * fixed_rate(world, 0)
 
 
+def _replayed(num_rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the same as rows that a draft has missed and of which none were kept."""
+    return np.stack([np.zeros_like(num_rows), num_rows], axis=1)
+
+
 def rate_without_rows(
     world: World, budget: TreeBudget, num_rounds: int, *, num_prompt: int, num_new: int = 256
 ) -> float:
@@ -463,7 +468,7 @@ def rate_without_rows(
         budget.begin(slot)
     for _ in range(num_rounds):
         if budget.is_due:
-            budget.decide(slots, caps, num_dropped=num_dropped)
+            budget.decide(slots, caps, missed=_replayed(num_dropped))
         rungs = budget.rungs[slots]
         num_replayed = int(num_dropped[rungs > 0].sum())
         if num_replayed:
@@ -615,7 +620,7 @@ def test_rows_that_are_gone_are_computed_again_only_if_that_pays(num_rows: int) 
     slots = np.arange(64)
     assert budget.rungs[slots].all()
     budget.rungs[:] = 0
-    budget.decide(slots, np.full(64, len(LADDER)), num_dropped=np.full(64, num_rows))
+    budget.decide(slots, np.full(64, len(LADDER)), missed=_replayed(np.full(64, num_rows)))
     assert bool(budget.rungs[slots].any()) == (num_rows < 500)
 
 

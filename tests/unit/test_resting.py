@@ -69,19 +69,18 @@ def make(models: Models) -> Iterator[Make]:
 
 @given(st.data())
 def test_rows_of_a_request_come_back_in_order(data: st.DataObject) -> None:
-    """As far as they are not dropped: of a request that has come back, or for want of room."""
+    """As far as there is room for them: the newest ones, up to the last that was kept."""
     num_slots = 4
     max_rows = data.draw(st.sampled_from([3, 20, 1000]))
-    rested = RestedRows(max_bytes=max_rows * ROW_BYTES)
+    rested = RestedRows(ROW_BYTES, max_rows * ROW_BYTES)
     ends = [0] * num_slots
-    since: dict[int, tuple[int, int]] = {}  # step and position
+    since: dict[int, tuple[int, int]] = {}  # rows and position
     for _ in range(data.draw(st.integers(1, 30))):
         for slot in data.draw(st.sets(st.integers(0, num_slots - 1))):
             if slot not in since:
                 since[slot] = rested.end, ends[slot]
             else:
-                first = since.pop(slot)[0]
-                _check_rows(slot, list(rested.of(slot, first)), ends[slot], max_rows)
+                _check_rows(rested, slot, *since.pop(slot), ends[slot])
         width = data.draw(st.integers(1, 3))
         paths, features = [], np.zeros((num_slots, width, ROW_BYTES), dtype=np.uint8)
         for slot in range(num_slots):
@@ -94,18 +93,18 @@ def test_rows_of_a_request_come_back_in_order(data: st.DataObject) -> None:
         if paths:
             rested.append(paths, features)
         features.fill(255)  # the step's buffer is used again
-        rested.drop_before(min((first for first, _ in since.values()), default=rested.end))
 
 
-def _check_rows(slot: int, blocks: list[tuple[int, np.ndarray]], end: int, max_rows: int) -> None:
-    expected = blocks[0][0] if blocks else end
-    for position, rows in blocks:
-        assert position == expected
-        for row in rows:
-            assert (row == _row(slot, expected)).all()
-            expected += 1
-    assert expected == end or not blocks
-    assert sum(len(rows) for _, rows in blocks) <= max_rows
+def _check_rows(rested: RestedRows, slot: int, since: int, begin: int, end: int) -> None:
+    run = rested.newest(slot, since)
+    if run is None:
+        assert begin == end or not rested.has_all(since)
+        return
+    assert begin <= run.position and run.position + len(run.places) == end
+    if rested.has_all(since):
+        assert run.position == begin
+    for position, row in enumerate(rested.copy(run.places), run.position):
+        assert (row == _row(slot, position)).all()
 
 
 def _row(slot: int, position: int) -> np.ndarray:
@@ -123,7 +122,7 @@ def test_whatever_is_kept_the_draft_reads_the_true_rows(
     pairing = models.pairing("eagle3")
     target, draft = make_target(pairing, feature_ring_mb=1), make_draft(pairing)
     width = target.info.features.width * 4
-    target.features.rested = RestedRows(max_bytes=max_rows * width)
+    target.features.rested = RestedRows(width, max_rows * width)
     requests = [replace(r, max_new_tokens=44) for r in requests_of(3, 1, LADDER[3])]
     expected = plain_of(target, requests)
     pair = PeerPair(target, draft)
