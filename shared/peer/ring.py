@@ -97,7 +97,7 @@ class FeatureRing:
         np.concatenate(parts, out=self.at(span).reshape(-1, parts[0].shape[1]))
 
     def at(self, span: RingSpan) -> NDArray[np.uint8]:
-        """Return the bytes of a place that was claimed, to be filled before a reader hears of it."""
+        """Return the bytes of a place that was claimed, for filling before a reader hears of it."""
         offset = span.begin % self.capacity
         return self._data[offset : offset + span.num_bytes]
 

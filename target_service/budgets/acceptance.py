@@ -51,8 +51,10 @@ _MEAN_PRIOR, _MEAN_EVIDENCE_KEPT, _MEAN_DAMPING = 4.0, 0.98, 0.5
 _OFFSET_PRIOR, _OFFSET_EVIDENCE_KEPT = 2000.0, 0.9995
 _MOST_STEP = 0.7
 _LEAST_INFORMATION = 1e-9
-# Of what the requests of a step differ from the mean, what moves into it.
-_MEAN_WEIGHT = 0.05
+# Of what the requests of a step differ from the mean, what moves into it; less of few of many that
+# ran before, of whose number so much is kept per step: those of a batch that end last are its
+# hardest texts.
+_MEAN_WEIGHT, _CROWD_KEPT = 0.05, 0.99
 
 
 class Acceptance:
@@ -69,6 +71,7 @@ class Acceptance:
         self._depth = np.arange(1, 1 + max(num_steps))
         self._mean = _FIRST_EASE
         self._mean_evidence = 0.0
+        self._crowd = 1.0  # requests that ran in the last steps
         self._ease = np.zeros(num_slots)
         self._evidence = np.zeros(num_slots)
         self._depth_offset = np.zeros(len(self._depth))
@@ -126,7 +129,8 @@ class Acceptance:
         """Let the mean be that of the requests that run, so that others begin there."""
         evidence = self._evidence[slots]
         known = evidence / (evidence + _PRIOR)
-        shift = _MEAN_WEIGHT * float((known * self._ease[slots]).sum() / len(slots))
+        self._crowd = max(float(len(slots)), _CROWD_KEPT * self._crowd)
+        shift = _MEAN_WEIGHT * float((known * self._ease[slots]).sum() / self._crowd)
         shift = max(shift, _LEAST_EASE - self._mean)
         self._mean += shift
         self._ease -= shift

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from shared.messages import TreeShape
 from target_service.budgets.acceptance import LAST_HOPELESS_CLASS, Acceptance
 from target_service.budgets.costs import RoundCosts, RoundKind, bucket_size
-from target_service.budgets.deal import NOTHING_FIXED, Deal, Dealer, FixedRounds
+from target_service.budgets.deal import NOTHING_FIXED, Deal, Dealer, FixedRounds, Options
+from target_service.budgets.probe import Probe
 from target_service.features import WOKEN_ROWS
 
 Ints = NDArray[np.int64]
@@ -59,18 +60,8 @@ _PLAIN_TRY_ROUNDS = 6
 # While prompts are read that take as long as so many rounds without trees, requests rest where
 # trees bring less than none beside prompts; until those that are left take so many.
 _LONG_READING, _READING_ENDS = 60, 5
-# Where all requests rest: rounds after which a few are tried, twice as many after each try ..
-_FIRST_PROBE_AFTER = 64
-_LAST_PROBE_AFTER = 1024
-# .. with trees of this rung at most, for so many rounds, or until the draft has had so many.
-_PROBE_RUNG = 3
-_PROBE_ROUNDS = 3
-_PROBE_PATIENCE = 64
-_MOST_PROBED = 4
-# .. and the part of the time that may go into rows that drafts have missed; more after so many
-# seconds without a try, for what a request alone has missed grows with that time.
-_MOST_REPLAYED, _PUT_OFF_ROUNDS = 0.004, 16
-_LONG_UNTRIED_S, _MOST_REPLAYED_THEN = 30.0, 0.01
+# Where all requests rest some are tried, with trees of this rung at most.
+_PROBE_RUNG, _MOST_PROBED = 3, 4
 _MANY_ROWS = 1 << 40
 # Decisions for which it is remembered whether so many requests would all rest.
 _FORECAST_DECISIONS = 16
@@ -126,18 +117,19 @@ class TreeBudget:
         self._num_decisions = 0
         self._new_gains_at = _FIRST_GAINS
         self._limit = 0
+        self._most_have = 0
         self._round = 0
         self._decided_round = -DECISION_ROUNDS
         self._is_new = np.ones(num_slots, dtype=bool)  # nothing was decided yet
         self._rests_until = np.zeros(num_slots, dtype=np.int64)
-        self._probe = _Probe()
+        self._probe = Probe()
         # Of each slot: when its last round ended, and the rows and rung of that round's tree.
         self._ended_s = np.zeros(num_slots)
         self._num_rows = np.zeros(num_slots)
         self._ran_rungs: Ints = np.zeros(num_slots, dtype=np.int64)
         self._was_clean = False
-        # What was asked last: when, of how many requests, whether all of them would rest.
-        self._forecast = (0, 0, False)
+        # Of so many requests: when it was asked last, and the deal.
+        self._forecasts: dict[int, tuple[int, Deal]] = {}
         # Means of rounds: which part has rows of prompts, and tokens of a round.
         self._mixed, self._tokens = 0.0, 1.0
         self._num_clear = 0  # rounds since one had rows of prompts
@@ -159,19 +151,32 @@ class TreeBudget:
         """Return whether trees would pay for none of so many requests, all as easy as the mean."""
         if not self._num_decisions or num_requests <= 1:
             return self.expects_nothing
+        return not self._forecast(num_requests).limit
+
+    def _forecast(self, num_requests: int) -> Deal:
+        """Return the deal of so many requests, all as easy as the mean."""
         count, era = bucket_size(num_requests), self._num_decisions // _FORECAST_DECISIONS
-        if self._forecast[:2] != (era, count):
+        known = self._forecasts.get(count)
+        if known is None or known[0] != era:
             classes = np.full(num_requests, self.acceptance.mean_class)
             caps = np.full(num_requests, len(self.costs.rows) - 1)
             favour = max(self._favour, _FAVOUR_PROMPTS)
             deal = self._dealer.deal(classes, caps, np.zeros_like(caps), favour=favour)
-            self._forecast = (era, count, not deal.limit)
-        return self._forecast[2]
+            known = self._forecasts[count] = era, deal
+        return known[1]
 
     @property
     def expects_nothing(self) -> bool:
         """Return whether nothing is expected of the trees of a request that is new."""
         return self._num_decisions > 0 and self.acceptance.mean_class <= LAST_HOPELESS_CLASS
+
+    def join(self, slot: int, cap: int) -> None:
+        """Let a request that is new have what most others were given, until the next decision.
+
+        Args:
+            cap: The highest rung that it may have.
+        """
+        self.rungs[slot] = min(self._most_have, cap)
 
     @property
     def is_due(self) -> bool:
@@ -212,17 +217,21 @@ class TreeBudget:
         self._keeps_deals = max(mixed_before, self._coming_mixed) < _MOSTLY_MIXED
         self._note_reading(num_prompt_rows, len(slots) + fixed.num_requests)
         caps = self._caps_of_rests(slots, caps, fixed.num_requests, num_coming)
-        deal = self._deal(slots, caps, fixed)
+        deal = self._deal(slots, caps, fixed, num_coming)
         if deal.limit and missed is not None and _has_many(missed).any():
             lower_caps = np.where(_has_many(missed), 0, caps)
-            staying = self._deal(slots, lower_caps, fixed)
+            staying = self._deal(slots, lower_caps, fixed, num_coming)
             if not self._pays_back(deal, staying, missed, num_left):
                 caps, deal = lower_caps, staying
         self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST
         if not deal.limit and not self._reads_long:
             rungs = self._probed(slots, caps, fixed, missed)
-        elif deal.limit and not (fixed.num_trees or num_coming) and self.costs.plain_is_worth_a_try(
-            len(slots) + fixed.num_requests, deal.tokens_per_s, self._clock()
+        elif (
+            deal.limit
+            and not (fixed.num_trees or num_coming)
+            and self.costs.plain_is_worth_a_try(
+                len(slots) + fixed.num_requests, deal.tokens_per_s, self._clock()
+            )
         ):
             rungs, rest = np.zeros_like(rungs), _PLAIN_TRY_ROUNDS
         elif deal.limit:
@@ -232,6 +241,7 @@ class TreeBudget:
             begins_rest = resting[(self.rungs[resting] > 0) | self._is_new[resting]]
             self._rests_until[begins_rest] = self._round + rest
         self.rungs[slots] = rungs
+        self._most_have = int(np.bincount(rungs).argmax())
         self._is_new[slots] = False
         self.is_hopeless[slots] = not deal.limit and self._are_hopeless(slots)
 
@@ -256,7 +266,7 @@ class TreeBudget:
             rests_on |= self.rungs[slots] == 0
         return np.where(rests_on, 0, caps) if rests_on.any() else caps
 
-    def _deal(self, slots: Ints, caps: Ints, fixed: FixedRounds) -> Deal:
+    def _deal(self, slots: Ints, caps: Ints, fixed: FixedRounds, num_coming: int) -> Deal:
         """Return the best deal; a request rests only if that is best beside prompts and without
         them, but for prompts that take long.
 
@@ -267,7 +277,7 @@ class TreeBudget:
         held, favour = self._held(slots)
         options = self._dealer.options(classes, caps, fixed)
         if self._reads_long:
-            return self._dealer.choose(options, held, 1.0, favour=favour)
+            return self._deal_beside_prompts(options, held, favour, num_coming)
         mixed = fixed._replace(mixed_per_token=self._coming_mixed / self._tokens)
         deal = self._dealer.choose(options, held, mixed.mixed_per_token, favour=favour)
         if self._coming_mixed < _LEAST_MIXED or deal.rungs.all():
@@ -282,6 +292,24 @@ class TreeBudget:
         if self.costs.rows[rungs].sum() + fixed.num_rows > self.costs.most_rows:
             return without
         return Deal(rungs, int(rungs.max()), self._dealer.tokens_per_s(classes, rungs, mixed))
+
+    def _deal_beside_prompts(
+        self, options: Options, held: Ints, favour: float, num_coming: int
+    ) -> Deal:
+        """Return the best deal while prompts are read for long: none, unless the tokens that trees
+        bring more come faster than tokens will once all prompts have been read.
+        """
+        classes, fixed = options.classes, options.fixed._replace(mixed_per_token=1.0)
+        deal = self._dealer.choose(options, held, 1.0, favour=favour)
+        none = np.zeros_like(classes)
+        rest = Deal(none, 0, self._dealer.tokens_per_s(classes, none, fixed))
+        if not deal.limit:
+            return rest
+        then = self._forecast(len(classes) + fixed.num_requests + num_coming).tokens_per_s
+        num_rest = len(classes) + fixed.num_tokens
+        num_more = self._dealer.num_tokens(classes, deal.rungs) - len(classes)
+        more_s = (num_rest + num_more) / deal.tokens_per_s - num_rest / rest.tokens_per_s
+        return deal if num_more > then * more_s else rest
 
     def _pays_back(self, deal: Deal, staying: Deal, missed: Ints, num_left: Ints | None) -> bool:
         """Return whether a deal brings so much more than one in which no draft gets what it has
@@ -437,60 +465,6 @@ class TreeBudget:
             chosen = np.argsort(-promise, kind="stable")[:count]
         rungs[chosen] = np.minimum(caps[chosen], rung)
         return rungs
-
-
-class _Probe:
-    """When trees are tried while all requests rest.
-
-    Attributes:
-        num_rounds: With trees, since the last try began.
-    """
-
-    def __init__(self) -> None:
-        self.num_rounds = 0
-        # Rounds before the last try with so many requests, by powers of two.
-        self._after: dict[int, int] = {}
-        self._begins: int | None = None  # the next try, or the one that is on
-        self._paid_at_s: float | None = None  # when a draft got what it had missed for one
-
-    def reset(self, num_requests: int) -> None:
-        """Take note that trees pay with so many requests: tries with more of them said nothing of
-        it.
-        """
-        batch = num_requests.bit_length()
-        self._after = {more: after for more, after in self._after.items() if more > batch}
-        self._begins = None
-
-    def is_on(self, now: int, num_requests: int) -> bool:
-        """Return whether some requests are to be tried in this round, while all would rest."""
-        if self._begins is None:
-            batch = num_requests.bit_length()
-            after = max(2 * self._after.get(batch, 0), _FIRST_PROBE_AFTER)
-            self._after[batch] = min(after, _LAST_PROBE_AFTER)
-            self._begins = now + self._after[batch]
-        if now < self._begins:
-            self.num_rounds = 0
-            return False
-        if self.num_rounds >= _PROBE_ROUNDS or now >= self._begins + _PROBE_PATIENCE:
-            self._begins = None
-            return False
-        return True
-
-    def affords(self, lost_s: float, now: int, now_s: float) -> bool:
-        """Return whether a draft may get what it has missed for a try; else that is put off.
-
-        Args:
-            lost_s: What it takes.
-        """
-        if self._paid_at_s is None:
-            self._paid_at_s = now_s
-        since_s = now_s - self._paid_at_s
-        share = _MOST_REPLAYED if since_s < _LONG_UNTRIED_S else _MOST_REPLAYED_THEN
-        if lost_s > share * since_s:
-            self._begins = now + _PUT_OFF_ROUNDS
-            return False
-        self._paid_at_s = now_s
-        return True
 
 
 def _replayed(missed: Ints) -> Ints:

@@ -214,6 +214,10 @@ class Dealer:
         """Return what a round is expected to bring per second, if requests get these rungs."""
         return self._rate(classes, rungs, np.bincount(rungs).tolist(), fixed)
 
+    def num_tokens(self, classes: Ints, rungs: Ints) -> float:
+        """Return what a round is expected to bring."""
+        return float(np.add.reduce(self._gains[classes, rungs]))
+
     def _rate(self, classes: Ints, rungs: Ints, counts: list[int], fixed: FixedRounds) -> float:
         """Return tokens per second.
 
@@ -223,7 +227,7 @@ class Dealer:
         costs, num_requests = self._costs, len(classes)
         tokens = float(num_requests)
         if len(counts) > 1:
-            tokens = float(np.add.reduce(self._gains[classes, rungs]))
+            tokens = self.num_tokens(classes, rungs)
         tokens += fixed.num_tokens
         num_rows = sum(map(operator.mul, counts, self._row_counts))
         kind = RoundKind(

@@ -104,7 +104,8 @@ class _NotedStep(NamedTuple):
 class BudgetedShapes(TreeShapes):
     """Shapes of credits that adapt are what a budget decides, within the credit's own.
 
-    It decides in `learn`, and at once only for a request that nothing was decided for yet.
+    It decides in `learn`, and at once only for the first request of a step that nothing was decided
+    for yet.
 
     Args:
         requests: Of the engine.
@@ -128,6 +129,7 @@ class BudgetedShapes(TreeShapes):
         self._shapes: list[tuple[PeerTrees, TreeShape | None] | None] = [None] * len(budget.rungs)
         self._noted: _NotedStep | None = None
         self._wanted_before: list[int | None] | None = None  # the step's orders
+        self._has_decided = False  # at once, since orders began
         self._num_settling = 0  # rounds to come that say nothing of costs
 
     def begin(self, request: TargetRequest) -> bool:
@@ -140,8 +142,12 @@ class BudgetedShapes(TreeShapes):
             return credit.shape
         slot = request.req_idx
         self._note_owner(request)
-        if self._wanted[slot] is None:
+        if self._wanted[slot] is None and self._has_decided:
+            self._budget.join(slot, num_rungs_within(credit.shape))
+            self._wanted[slot], self._shapes[slot] = int(self._budget.rungs[slot]), None
+        elif self._wanted[slot] is None:
             self._decide()
+            self._has_decided = True
         known = self._shapes[slot]
         if known is None or known[0] is not credit:  # it may be another one by now
             known = self._shapes[slot] = credit, self._shape(self._wanted[slot], credit.shape)
@@ -155,6 +161,7 @@ class BudgetedShapes(TreeShapes):
 
     def begin_orders(self) -> None:
         self._wanted_before = self._wanted.copy()
+        self._has_decided = False
 
     @staticmethod
     def _shape(rung: int | None, largest: TreeShape) -> TreeShape | None:

@@ -398,3 +398,47 @@ def test_a_decision_takes_little_time() -> None:
         budget.decide(slots, caps)
         took_s.append(time.thread_time() - began_s)
     assert min(took_s) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("missed", "num_left", "are_woken"),
+    [
+        ((0, 0), 100, True),
+        ((200, 0), 200, True),
+        ((200, 0), 30, False),  # they would end before the last ones have a tree
+        ((40, 0), 30, True),
+        ((0, 200), 200, False),  # as many rows to compute as all have in 130 rounds
+        ((15, 0), 30, True),  # which is nothing
+    ],
+)
+def test_drafts_get_what_they_have_missed_if_that_pays(
+    missed: tuple[int, int], num_left: int, *, are_woken: bool
+) -> None:
+    """All of 64 easy texts have rested; trees would bring half as much again."""
+    costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
+    budget = TreeBudget(costs, LADDER, 64, clock=lambda: 0.0)
+    slots, caps = np.arange(64), np.full(64, len(LADDER))
+    budget.decide(slots, caps)
+    assert budget.rungs[slots].all()
+    budget.rungs[:] = 0
+    budget.decide(slots, caps, missed=np.full((64, 2), missed), num_left=np.full(64, num_left))
+    assert bool(budget.rungs[slots].any()) == are_woken
+
+
+def test_the_hardest_texts_of_many_do_not_say_how_easy_the_next_ones_are() -> None:
+    """They are those that end last."""
+    acceptance = Acceptance(LADDER, 64)
+    slots, easy = np.arange(64), np.full(64, 3)
+    easy[:4] = 0
+    for _ in range(60):
+        acceptance.note_rounds(slots, np.full(64, 3), easy)
+        acceptance.recentre(slots)
+    before = acceptance.mean_class
+    for _ in range(40):
+        acceptance.note_rounds(slots[:4], np.full(4, 3), easy[:4])
+        acceptance.recentre(slots[:4])
+    assert before - 2 <= acceptance.mean_class <= before
+    for _ in range(600):  # it is what there is
+        acceptance.note_rounds(slots[:4], np.full(4, 3), easy[:4])
+        acceptance.recentre(slots[:4])
+    assert acceptance.mean_class < before - 8

@@ -67,6 +67,7 @@ class Server:
     def __post_init__(self) -> None:
         ease = self.ease + self.spread * np.linspace(-1, 1, NUM_SLOTS)
         self.world = World(np.random.default_rng(3).permutation(ease), draft_factor=1.15)
+        self.world.rng = self.rng
         self.costs = self.world.costs()
         self.budget = TreeBudget(self.costs, LADDER, NUM_SLOTS, clock=lambda: self.now_s)
         self.prompts = PromptBudget(FORWARD, clock=lambda: self.now_s)
@@ -229,8 +230,8 @@ def test_trees_shrink_as_the_prompts_of_many_end() -> None:
     best = max(rate(Server(ease=0.9, spread=0.05, rung=rung), 128) for rung in (0, 1, 3, 4))
     rates = []
     for seed in range(6):
-        server = Server(ease=0.9, spread=0.05, is_adaptive=True)
-        server.world.rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(seed)
+        server = Server(ease=0.9, spread=0.05, is_adaptive=True, rng=rng)
         for smaller in (1, 8, 32, 128):
             rate(server, smaller)
         rates.append(rate(server, 128))
@@ -270,4 +271,30 @@ def test_a_batch_of_texts_that_differ_is_near_the_best_shape(count: int, ease: f
         for smaller in (8, count // 2):
             decode_rate(adaptive, smaller)
         rates += [decode_rate(adaptive, count) for _ in range(2)]
-    assert np.mean(rates) >= (0.94 if count == 256 else 0.98) * best
+    # Nobody has trees of 256 harder texts, but some drafts have read prompts before that is known.
+    assert np.mean(rates) >= (0.93 if (count, ease) == (256, 0.6) else 0.98) * best
+
+
+@pytest.mark.parametrize("count", [128, *exhaustive([256])])
+def test_many_prompts_are_read_without_trees_which_come_when_they_have_been(count: int) -> None:
+    """Beside prompts trees bring less than none, and drafts catch up in a few rounds."""
+    server = Server(is_adaptive=True)
+    for smaller in (8, count):
+        decode_rate(server, smaller)
+    beside, after = [], []
+    step = server._step
+
+    def noting_step() -> None:
+        step()
+        num_prompt_rows = sum(one.num_prompt for one in server.slots.values())
+        running = [slot for slot, one in server.slots.items() if not one.num_prompt]
+        num_trees = np.count_nonzero(server.budget.rungs[running])
+        if num_prompt_rows > 20_000:
+            beside.append(num_trees)
+        elif len(running) == count:
+            after.append(num_trees)
+
+    server._step = noting_step  # type: ignore[method-assign]
+    rate = decode_rate(server, count)
+    assert sum(beside[5:]) == 0 and min(after[5:]) == count
+    assert rate >= 1.03 * max(decode_rate(Server(rung=rung), count) for rung in (0, 1, 3, 5))

@@ -323,3 +323,37 @@ def test_rounds_after_many_drafts_have_caught_up_say_nothing_of_costs(num_asked:
         for one in requests:
             one.draft.progress = Progress.CAUGHT_UP
     assert is_clean == ([True] * 7 if num_asked == 1 else [False] * 4 + [True] * 3)
+
+
+def test_of_newcomers_of_one_step_the_first_is_decided_for_and_the_others_join_it() -> None:
+    """Until the next decision, which is for all of them and made at the end of the step."""
+    budget = budget_of(8)
+    requests: dict[str, Any] = {}
+    shapes = BudgetedShapes(requests, budget)
+    note(shapes, [], [])
+    shapes.begin_orders()
+    wanted = []
+    for slot in range(4):
+        one = requests[str(slot)] = request(slot, Progress.BEHIND)
+        wanted.append(shapes.of(one, one.draft.credit))
+    assert budget.num_decisions == 1 and len(set(wanted)) == 1 and wanted[0] is not None
+    shapes.learn()
+    assert budget.num_decisions == 2
+    shapes.begin_orders()
+    one = requests["4"] = request(4, Progress.BEHIND)
+    assert shapes.of(one, one.draft.credit) is not None and budget.num_decisions == 3
+
+
+@pytest.mark.parametrize("num_rows", [500, 20_000])
+def test_requests_rest_beside_prompts_that_take_long(num_rows: int) -> None:
+    running, coming = [request(slot, Progress.CAUGHT_UP) for slot in range(8)], request(8, None)
+    coming.phase, coming.tokens, coming.committed_len = Phase.PREFILL, [0] * num_rows, 0
+    requests = {str(one.req_idx): one for one in [*running, coming]}
+    shapes = BudgetedShapes(requests, budget_of(9))
+    wanted = {shapes.of(one, one.draft.credit) for one in running}
+    assert (wanted == {None}) == (num_rows == 20_000)
+    coming.committed_len = num_rows - 100
+    for _ in range(8):  # a rest is one of some rounds, and a decision good for some
+        note(shapes, running, [1] * 8)
+        shapes.learn()
+    assert all(shapes.of(one, one.draft.credit) for one in running)
