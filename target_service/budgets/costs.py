@@ -39,12 +39,7 @@ _FIRST_GROWTH_PER_STEP = 0.037
 _DOUBLING_ROWS = 48
 _FIRST_TREES_CPU, _FIRST_ROW_CPU = 0.76, 0.04
 
-# What a row of a tree costs a GPU beside prompts, by what one of a prompt does: it is sampled and
-# waits for its draft, which reads prompts as well. Steps with the prompts of 128 and 256 requests
-# took an H200 1.5 and 2.3 times as much longer with trees as their rows alone say.
-_BESIDE_PROMPTS = 1.5
-
-# Of the same, what a GPU takes beside the forward for a request, until that was measured.
+# Of a forward of one row, what a GPU takes beside the forward for a request, until it was measured.
 _FIRST_HOST = 0.005
 # What a host does for a step takes it about as long as for so many requests.
 _HOST_REQUESTS = 16
@@ -151,17 +146,6 @@ class RoundCosts:
             forwards_s = np.interp(num_rows, self._size_rows, self._size_seconds)
         most = self._sizes[-1]
         return np.maximum(forwards_s, self._seconds[-1] * num_rows / most * (num_rows > most))
-
-    def beside_prompts_s(self, num_rows: Number, num_requests: int) -> Number:
-        """Return what the rows of trees cost in steps that prompts fill up.
-
-        Args:
-            num_requests: Whose roots are among them.
-        """
-        rows_s = self.marginal_s(num_rows)
-        if not self.is_padded:
-            return rows_s
-        return rows_s + (_BESIDE_PROMPTS - 1) * self.marginal_s(num_rows - num_requests)
 
     def marginal_s(self, num_rows: Number) -> Number:
         """Return what so many rows take in steps that prompts fill up."""

@@ -238,7 +238,7 @@ class Dealer:
         )
         forward_s = costs.forward_s(kind.num_rows)
         seconds = costs.round_s(kind, forward_s) + costs.delay_s(kind.rung, kind.num_trees)
-        saved_s = forward_s - costs.beside_prompts_s(kind.num_rows, kind.num_requests)
+        saved_s = forward_s - costs.marginal_s(kind.num_rows)
         return tokens / (seconds - min(1.0, fixed.mixed_per_token * tokens) * saved_s)
 
     def options(self, classes: Ints, caps: Ints, fixed: FixedRounds = NOTHING_FIXED) -> Options:
@@ -278,7 +278,7 @@ class Dealer:
             used=used,
             tokens=tokens,
             forward_s=forward_s,
-            saved_s=forward_s - costs.beside_prompts_s(num_rows, num_all),
+            saved_s=forward_s - costs.marginal_s(num_rows),
             beside_s=costs.host_s(num_all),
             draft_s=draft_s + costs.delays_s(rung, num_trees),
         )

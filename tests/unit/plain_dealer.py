@@ -108,7 +108,7 @@ class PlainDealer:
                     num_trees=num_trees,
                 )
                 forward_s = costs.forward_s(kind.num_rows)
-                saved_s = forward_s - costs.beside_prompts_s(kind.num_rows, kind.num_requests)
+                saved_s = forward_s - costs.marginal_s(kind.num_rows)
                 seconds = costs.round_s(kind) + costs.delay_s(kind.rung, num_trees)
                 seconds -= min(1.0, fixed.mixed_per_token * tokens) * saved_s
                 scores.append(tokens / seconds)
