@@ -61,9 +61,7 @@ class PlainDealer:
             num_trees=int(np.count_nonzero(rungs)) + fixed.num_trees,
         )
         seconds = costs.round_s(kind) + costs.delay_s(kind.rung, kind.num_trees)
-        saved_s = costs.forward_s(kind.num_rows) - costs.beside_prompts_s(
-            kind.num_rows, kind.num_requests
-        )
+        saved_s = costs.forward_s(kind.num_rows) - costs.marginal_s(kind.num_rows)
         rate = tokens / (seconds - min(1.0, fixed.mixed_per_token * tokens) * saved_s)
         return Deal(rungs, limit, rate)
 
