@@ -26,7 +26,7 @@ from benchmarks.machine import describe_machine
 from shared.kernels.products_cpu import CpuProducts
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.expert_weights import load_expert_weights
+from shared.models.expert_weights import expert_stacks, load_expert_weights
 from shared.models.tensor_reads import TensorReads
 
 CPU = torch.device("cpu")
@@ -95,6 +95,7 @@ def measure(directory: Path, repeat: int) -> dict[str, Any]:
             began = {name: clock() for name, clock in clocks.items()}
             for layer in range(config.num_layers):
                 prefix = f"model.layers.{layer}.mlp"
+                reader.read_ahead(expert_stacks(reader, prefix, experts))
                 load_expert_weights(reader, prefix, experts, config.hidden_size)
             for name, clock in clocks.items():
                 spent[name].append((clock() - began[name]) / num_weights * 1e6)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -12,7 +13,7 @@ from shared.kernels.fp8_rows import ProductRows
 from shared.models.attention import Attention, LayerCaches, Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.feed_forward import load_feed_forward
+from shared.models.feed_forward import feed_forward_stacks, load_feed_forward
 from shared.models.kv_scales import load_kv_scales
 from shared.models.latent_attention import LatentAttention
 from shared.models.per_layer_inputs import PER_LAYER_GATE_WEIGHTS, PerLayerGate
@@ -21,35 +22,51 @@ from shared.models.query_attention import QueryAttention
 from shared.progress import note_progress
 
 _KV_PROJECTIONS = ("self_attn.k_proj.weight", "self_attn.v_proj.weight")
-# What a layer without experts loads, in that order; fused projections instead of their parts.
-_PROJECTIONS = (
+# What attention loads, in that order; a fused projection instead of its parts.
+_ATTENTION = (
     "self_attn.qkv_proj.weight",
+    "self_attn.q_a_proj.weight",
+    "self_attn.q_b_proj.weight",
     "self_attn.q_proj.weight",
     *_KV_PROJECTIONS,
+    "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attn.kv_b_proj.weight",
     "self_attn.o_proj.weight",
-    *(f"mlp.{name}_proj.weight" for name in ("gate_up", "gate", "up", "down")),
-    *PER_LAYER_GATE_WEIGHTS,
 )
 
 
 def announce_layers(
-    reader: CheckpointReader, config: ModelConfig, prefixes: Sequence[str], then: Sequence[str] = ()
+    reader: CheckpointReader,
+    config: ModelConfig,
+    prefixes: Sequence[str],
+    *,
+    first_id: int = 0,
+    then: Sequence[str] = (),
 ) -> None:
-    """Let the projections of layers without experts be read ahead.
+    """Let the projections of all layers be read ahead: what a layer waits for, and what is done
+    with its weights, takes no time from the reading of those after it.
 
     Args:
         prefixes: Of the layers in order, see `DecoderLayer`.
+        first_id: `layer_id` of the first one.
         then: Weights that are loaded after the layers.
     """
-    names = [
-        f"{prefix}.{name}"
-        for layer_id, prefix in enumerate(prefixes)
-        for name in _PROJECTIONS
+    layers = enumerate(prefixes, first_id)
+    stacks = (_stacks(reader, prefix, config, layer_id) for layer_id, prefix in layers)
+    reader.read_ahead(chain(chain.from_iterable(stacks), ([name] for name in then)))
+
+
+def _stacks(
+    reader: CheckpointReader, prefix: str, config: ModelConfig, layer_id: int
+) -> Iterator[Sequence[str]]:
+    """Yield the projections that a layer loads, by calls, in order; some may not be there."""
+    for name in _ATTENTION:
         # Some files have tensors of K and V in layers without them: never asked for, they would
         # keep the memory that others are read into.
-        if config.kv_layer(layer_id) == layer_id or name not in _KV_PROJECTIONS
-    ]
-    reader.read_ahead([name] for name in (*names, *then))
+        if config.kv_layer(layer_id) == layer_id or name not in _KV_PROJECTIONS:
+            yield [f"{prefix}.{name}"]
+    yield from feed_forward_stacks(reader, prefix, config, layer_id)
+    yield from ([f"{prefix}.{name}"] for name in PER_LAYER_GATE_WEIGHTS)
 
 
 class DecoderLayer:

@@ -27,6 +27,21 @@ class LoadedExperts:
     form: ExpertForm
 
 
+def expert_stacks(
+    reader: CheckpointReader, prefix: str, config: ExpertsConfig
+) -> Iterator[Sequence[str]]:
+    """Yield the weights that `load_expert_weights` loads, by calls, in order; of tensors of all
+    experts those that are there."""
+    if config.tensors.is_fused:
+        yield from ([name] for name in _fused_names(f"{prefix}.experts") if name in reader.names)
+        return
+    gate_ups, downs = _names(prefix, config)
+    if _are_stacked(reader, [*gate_ups, *downs]):
+        yield from (gate_ups, downs)
+    else:
+        yield from ([name] for name in (*gate_ups, *downs))
+
+
 def load_expert_weights(
     reader: CheckpointReader, prefix: str, config: ExpertsConfig, hidden_size: int
 ) -> LoadedExperts:
@@ -38,16 +53,12 @@ def load_expert_weights(
     """
     if config.tensors.is_fused:
         return _load_fused(reader, f"{prefix}.experts", config, hidden_size)
-    names, num_experts = config.tensors, config.num_experts
-    experts = [f"{prefix}.experts.{expert}" for expert in range(num_experts)]
-    gate_ups = [f"{expert}.{name}.weight" for expert in experts for name in (names.gate, names.up)]
-    downs = [f"{expert}.{names.down}.weight" for expert in experts]
-    if not reader.packs_weights():
-        if reader.are_float([*gate_ups, *downs]):
+    num_experts = config.num_experts
+    gate_ups, downs = _names(prefix, config)
+    if _are_stacked(reader, [*gate_ups, *downs]):
+        if reader.are_float(downs):
             return _load_plain(reader, gate_ups, downs, config, hidden_size)
-        if reader.are_fp8([*gate_ups, *downs]):
-            return _load_fp8(reader, prefix, gate_ups, downs, config, hidden_size)
-    reader.read_ahead([name] for name in [*gate_ups, *downs])
+        return _load_fp8(reader, prefix, gate_ups, downs, config, hidden_size)
     shape = (config.width, hidden_size)
     gate_up = _alike(reader, prefix, _gate_ups(reader, gate_ups, shape))
     down = _alike(reader, prefix, (reader.load_expert(name, shape[::-1]) for name in downs))
@@ -56,6 +67,25 @@ def load_expert_weights(
         down=hold_experts(reader.products, down, num_experts),
         form=_form(config),
     )
+
+
+def _names(prefix: str, config: ExpertsConfig) -> tuple[list[str], list[str]]:
+    """Return the names of gate and up of each expert, and of all downs."""
+    names = config.tensors
+    experts = [f"{prefix}.experts.{expert}" for expert in range(config.num_experts)]
+    gate_ups = [f"{expert}.{name}.weight" for expert in experts for name in (names.gate, names.up)]
+    return gate_ups, [f"{expert}.{names.down}.weight" for expert in experts]
+
+
+def _are_stacked(reader: CheckpointReader, names: Sequence[str]) -> bool:
+    """Return whether weights are loaded as one, to where they stay."""
+    return not reader.packs_weights() and (reader.are_float(names) or reader.are_fp8(names))
+
+
+def _fused_names(module: str) -> list[str]:
+    """Return the names that tensors of all experts may have, in the order of loading."""
+    names = (f"{module}.{name}_proj" for name in ("gate_up", "down"))
+    return [f"{name}{end}" for name in names for end in ("", _BLOCKS, _SCALES)]
 
 
 def _load_plain(
@@ -70,7 +100,6 @@ def _load_plain(
     Args:
         gate_ups: Names of gate and up of each expert.
     """
-    reader.read_ahead([gate_ups, downs])
     gate_up = reader.load_stack(gate_ups, (config.width, hidden_size))
     down = reader.load_stack(downs, (hidden_size, config.width))
     gate_up = gate_up.unflatten(0, (-1, 2)).flatten(1, 2)
@@ -86,7 +115,6 @@ def _load_fp8(
     hidden_size: int,
 ) -> LoadedExperts:
     """Load experts in FP8, as `_load_plain` does others."""
-    reader.read_ahead([gate_ups, downs])
     gate_up = reader.load_fp8(gate_ups, (config.width, hidden_size))
     down = reader.load_fp8(downs, (hidden_size, config.width))
     if gate_up is None or down is None:
@@ -134,8 +162,6 @@ def _load_fused(
     if not config.tensors.is_halved:
         order = torch.cat([order[0::2], order[1::2]])
     shapes = {"gate_up": (2 * width, hidden_size), "down": (hidden_size, width)}
-    stored = [f"{module}.{name}_proj{end}" for name in shapes for end in ("", _BLOCKS, _SCALES)]
-    reader.read_ahead([name] for name in stored if name in reader.names)
     held: dict[str, ExpertWeights] = {}
     biases: dict[str, torch.Tensor] = {}
     for projection, shape in shapes.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,7 +15,9 @@ from shared.kernels.swiglu import Activation
 from shared.models.attention import Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
+from shared.models.expert_weights import expert_stacks
 from shared.models.experts import Experts
+from shared.models.experts_config import ExpertsConfig
 from shared.models.projections import (
     Product,
     add,
@@ -23,6 +26,9 @@ from shared.models.projections import (
     load_rows,
     multiply,
 )
+
+# What an MLP loads, in that order; a fused projection instead of its parts.
+_PROJECTIONS = tuple(f"{name}_proj.weight" for name in ("gate_up", "gate", "up", "down"))
 
 
 class FeedForward(Protocol):
@@ -51,11 +57,32 @@ def load_feed_forward(
     Args:
         prefix: Name of the layer in the checkpoint, "model.layers.0".
     """
-    experts = config.experts
-    if experts is None or layer_id in experts.dense_layers:
+    experts = _experts_of(config, layer_id)
+    if experts is None:
         return MLP(reader, f"{prefix}.mlp", config)
     own = Experts(reader, prefix, experts, config.hidden_size, experts.index_of(layer_id))
     return ExpertsBesideMLP(reader, prefix, config, own) if experts.is_beside_mlp else own
+
+
+def feed_forward_stacks(
+    reader: CheckpointReader, prefix: str, config: ModelConfig, layer_id: int
+) -> Iterator[Sequence[str]]:
+    """Yield the projections that `load_feed_forward` loads, by calls, in order; some of them may
+    not be there."""
+    modules, experts = ["mlp"], _experts_of(config, layer_id)
+    if experts is not None:
+        names = experts.tensors
+        block = f"{names.block}." if names.block else ""
+        yield from expert_stacks(reader, f"{prefix}.{block}".removesuffix("."), experts)
+        modules = [f"{block}{names.shared}"] if experts.shared_width else []
+        modules += ["mlp"] if experts.is_beside_mlp else []
+    yield from ([f"{prefix}.{module}.{name}"] for module in modules for name in _PROJECTIONS)
+
+
+def _experts_of(config: ModelConfig, layer_id: int) -> ExpertsConfig | None:
+    """Return the experts of a layer; None: it has none."""
+    experts = config.experts
+    return None if experts is None or layer_id in experts.dense_layers else experts
 
 
 class MLP:

@@ -76,8 +76,7 @@ class CausalLM:
         self.config = config
         self._embedding = load_embedding(reader, config)
         prefixes = [f"model.layers.{i}" for i in range(config.num_layers)]
-        if config.experts is None:  # else each layer announces its experts
-            announce_layers(reader, config, prefixes, PER_LAYER_WEIGHTS)
+        announce_layers(reader, config, prefixes, then=PER_LAYER_WEIGHTS)
         self._layers = [
             DecoderLayer(reader, prefix, config, i) for i, prefix in enumerate(prefixes)
         ]

@@ -29,7 +29,7 @@ from shared.messages import FeatureSpec
 from shared.models.attention import ForwardInput, LayerCaches, Rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, ModelConfig
-from shared.models.decoder import DecoderLayer
+from shared.models.decoder import DecoderLayer, announce_layers
 from shared.models.head import Head
 from shared.models.llama import load_embedding, load_head
 from shared.models.mtp_rows import RowBlocks
@@ -178,6 +178,7 @@ class MTPDraft(Head):
         is_among_targets = form.layers == _TARGET_LAYERS
         first = config.num_layers if is_among_targets else 0
         prefixes = [f"{form.layers}{first + i}" for i in range(num_layers)]
+        announce_layers(reader, own, prefixes, first_id=config.num_layers)
         self._layers = [
             _Layer(reader, prefix, own, form, config.num_layers + i, lag=i)
             for i, prefix in enumerate(prefixes)

@@ -99,17 +99,19 @@ class ReadAhead:
         """
         self._announced.pop(stack, None)
         parts = self._begun.pop(stack, deque())
-        bounds = self._bounds(stack)
-        if len(bounds) == 1 and not parts:
+        part_bytes = self._part_bytes(stack)
+        begins = range(0, stack.num_bytes, part_bytes)
+        if len(begins) <= 1 and not parts:
             self._read_here(stack, stored, to)
             return
         num_begun = len(parts)
         try:
-            for begin, end in bounds:
-                while num_begun < len(bounds) and self._num_free:
-                    parts.append(self._begin(stack, *bounds[num_begun]))
+            for begin in begins:
+                while num_begun < len(begins) and self._num_free:
+                    parts.append(self._begin(stack, begins[num_begun], part_bytes))
                     num_begun += 1
                 stage, filled = parts[0]
+                end = min(begin + part_bytes, stack.num_bytes)
                 filled.result()
                 stage.send(stored, to[begin // stored.itemsize : end // stored.itemsize])
                 self._report(end - begin)
@@ -134,28 +136,26 @@ class ReadAhead:
         while self._announced and self._num_free > _NUM_KEPT:
             stack = next(iter(self._announced))
             parts = self._begun.setdefault(stack, deque())
-            bounds = self._bounds(stack)
-            parts.append(self._begin(stack, *bounds[len(parts)]))
-            if len(parts) == len(bounds):
+            part_bytes = self._part_bytes(stack)
+            parts.append(self._begin(stack, len(parts) * part_bytes, part_bytes))
+            if len(parts) * part_bytes >= stack.num_bytes:
                 del self._announced[stack]
 
-    def _begin(self, stack: Stack, begin: int, end: int) -> _Part:
-        """Let a thread read the bytes [begin, end) of a stack."""
+    def _begin(self, stack: Stack, begin: int, part_bytes: int) -> _Part:
+        """Let a thread read the part of a stack that begins at a byte."""
         stage = self._take()
-        memory = stage.memory[: end - begin]
+        memory = stage.memory[: min(part_bytes, stack.num_bytes - begin)]
         return stage, self._pool.submit(self._fill, memory, stack, begin)
 
-    def _bounds(self, stack: Stack) -> list[tuple[int, int]]:
-        """Return the parts of a stack, such that all threads are busy until its end."""
+    def _part_bytes(self, stack: Stack) -> int:
+        """Return the bytes of a stack's parts, such that all threads are busy until its end."""
         size = stack.num_bytes
         least = -(-size // self._stage_bytes)
         most = -(-least // self._num_threads) * self._num_threads
         count = min(most, max(least, size // self._min_share_bytes))
         if count <= 1:
-            return [(0, size)]
-        step = -(-size // count // _ALIGNMENT) * _ALIGNMENT
-        step = min(step, self._stage_bytes)
-        return [(begin, min(begin + step, size)) for begin in range(0, size, step)]
+            return max(size, 1)
+        return min(-(-size // count // _ALIGNMENT) * _ALIGNMENT, self._stage_bytes)
 
     @property
     def _num_free(self) -> int:

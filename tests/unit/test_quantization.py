@@ -15,7 +15,7 @@ import torch
 
 from orchestrator.pairing import ModelIdentity
 from shared.errors import CheckpointError
-from shared.kernels.quantized import QuantizedWeight, quantize, spread_scales
+from shared.kernels.quantized import QuantizedWeight, are_numbers, quantize, spread_scales
 from shared.messages import SamplingParams, TokenTree
 from shared.models.checkpoint import CheckpointReader, weight_bytes
 from shared.models.draft import load_draft
@@ -497,12 +497,31 @@ def test_weights_are_dequantised_and_looked_at_in_parts_as_they_are_whole(
     monkeypatch.setattr("shared.kernels.quantized._QUANTIZED_ROWS", 7)
     assert torch.equal(fp8.dequantized(), whole)
     assert torch.equal(fp8.dequantized(torch.bfloat16), whole.bfloat16())
-    for at_once in (1, 1000, 1 << 20):
+    for at_once in (8, 1000, 1 << 20):
         monkeypatch.setattr("shared.kernels.quantized._CHECKED_VALUES", at_once)
         assert fp8.is_finite()
         values.view(torch.uint8)[299, 139] = 0xFF
         assert not fp8.is_finite()
         values.view(torch.uint8)[299, 139] = 0
+
+
+@pytest.mark.parametrize("at_once", [8, 24, 1 << 20])
+@pytest.mark.parametrize(("width", "begin"), [(256, 0), (256, 3), (251, 0), (1, 0)])
+def test_every_byte_that_is_nan_is_found_in_its_row(
+    monkeypatch: pytest.MonkeyPatch, width: int, begin: int, at_once: int
+) -> None:
+    """Whether eight bytes are looked at at once or, since they lie elsewhere, one by one."""
+    monkeypatch.setattr("shared.kernels.quantized._CHECKED_VALUES", at_once)
+    numbers = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8)
+    num_rows = 2 * width + 1
+    bits = torch.empty(begin + num_rows * width, dtype=torch.uint8)[begin:].view(num_rows, width)
+    bits.copy_(numbers[torch.randint(len(numbers), bits.shape)])
+    assert are_numbers(bits).all()
+    for column in range(width):
+        bits[2 * column, column] = 0x7F if column % 3 else 0xFF
+    assert are_numbers(bits).tolist() == [
+        row % 2 == 1 or row == 2 * width for row in range(num_rows)
+    ]
 
 
 def test_weights_become_fp8_in_parts_as_they_do_whole(monkeypatch: pytest.MonkeyPatch) -> None:
