@@ -88,6 +88,8 @@ def commit_chains(state: EngineState, batch: StepBatch, outputs: StepOutputs) ->
         if isinstance(work, PrefillWork):
             if rows is None or log.is_dormant:  # as it is, or was at the launch
                 log.skip_to(work.stop)
+            elif log.is_held_back:
+                state.features.keep_rested_chunk(request, work.start, rows)
             else:
                 log.append(work.start, rows)  # of a buffer that no other step writes to
         else:

@@ -168,6 +168,17 @@ class FeatureOutlet:
         """
         self.rested.append(paths, features)
 
+    def keep_rested_chunk(self, request: TargetRequest, position: int, rows: FeatureRows) -> None:
+        """Keep the rows of a chunk of a prompt that is held back: in the memory that all who rest
+        have, whatever the length of prompts; and the step's buffer is free again.
+        """
+        log = request.features
+        assert log is not None
+        if log.rested_since is None:
+            log.rested_since = self.rested.end
+        path = RestedPath(0, request.req_idx, position, len(rows))
+        self.rested.append([path], rows[None])
+
     def hold_back(self, request: TargetRequest) -> None:
         """Send nothing of a request for now: no trees are wanted of it."""
         log = request.features

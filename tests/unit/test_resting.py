@@ -164,6 +164,10 @@ def test_prompts_are_held_back_where_all_rest(make: Make, *, is_hopeless: bool) 
         assert not any(held.kv_len for held in draft.requests.values())
         pair.step()
     assert draft.requests
+    logs = [held.features for held in target.requests.values() if held.features is not None]
+    # But for a chunk that was computed before the draft attached.
+    assert logs and all(log.end - log.start <= 16 for log in logs)
+    assert (target.features.rested.end > 2 * 34) is not is_hopeless
     pair.finish()
     check(requests, expected)
     assert any(path.num_draft_tokens > 1 for request in requests for path in request.paths)
