@@ -57,9 +57,10 @@ _KEPT_PER_REPLAYED, _MANY_MISSED = 5, 16
 _LEAST_REST = 4
 # .. but for so many where rounds without trees are tried, of which the first says nothing.
 _PLAIN_TRY_ROUNDS = 6
-# While prompts are read that take as long as so many rounds without trees, requests rest where
-# trees bring less than none beside prompts; until those that are left take so many.
-_LONG_READING, _READING_ENDS = 60, 5
+# While prompts of so many requests are read that take as long as so many rounds without trees,
+# requests rest where trees bring less than none beside prompts; until those that are left take so
+# many. A long prompt of one is no reason to keep others without trees.
+_MANY_COMING, _LONG_READING, _READING_ENDS = 8, 60, 5
 # What trees take there, by what they are known to take: with those of 128 requests steps of an H200
 # took half as much longer as their rows and the draft say, for it reads these prompts as well.
 _BESIDE_LONG_READING = 1.5
@@ -218,7 +219,7 @@ class TreeBudget:
         has_ended = not num_coming and self._num_clear >= _PROMPTS_ENDED_AFTER
         mixed_before, self._coming_mixed = self._coming_mixed, 0.0 if has_ended else self._mixed
         self._keeps_deals = max(mixed_before, self._coming_mixed) < _MOSTLY_MIXED
-        self._note_reading(num_prompt_rows, len(slots) + fixed.num_requests)
+        self._note_reading(num_coming, num_prompt_rows, len(slots) + fixed.num_requests)
         caps = self._caps_of_rests(slots, caps, fixed.num_requests, num_coming)
         deal = self._deal(slots, caps, fixed, num_coming)
         if deal.limit and missed is not None and _has_many(missed).any():
@@ -248,12 +249,18 @@ class TreeBudget:
         self._is_new[slots] = False
         self.is_hopeless[slots] = not deal.limit and self._are_hopeless(slots)
 
-    def _note_reading(self, num_prompt_rows: int, num_requests: int) -> None:
-        """Take note of how long prompts will be read; on a CPU their rows cost no less."""
+    def _note_reading(self, num_coming: int, num_prompt_rows: int, num_requests: int) -> None:
+        """Take note of how long prompts will be read; on a CPU their rows cost no less.
+
+        Args:
+            num_requests: That run.
+        """
         round_s = self.costs.round_s(RoundKind(num_requests, num_requests))
         num_rounds = self.costs.marginal_s(float(num_prompt_rows)) / round_s
-        least = _READING_ENDS if self._reads_long else _LONG_READING
-        self._reads_long = self.costs.is_padded and num_rounds > least
+        if self._reads_long:
+            self._reads_long = num_rounds > _READING_ENDS
+        elif self.costs.is_padded and num_coming >= _MANY_COMING:
+            self._reads_long = num_rounds > _LONG_READING
 
     def _are_hopeless(self, slots: Ints) -> NDArray[np.bool_]:
         return self.acceptance.classes(slots) <= LAST_HOPELESS_CLASS

@@ -344,15 +344,22 @@ def test_of_newcomers_of_one_step_the_first_is_decided_for_and_the_others_join_i
     assert shapes.of(one, one.draft.credit) is not None and budget.num_decisions == 3
 
 
-@pytest.mark.parametrize("num_rows", [500, 20_000])
-def test_requests_rest_beside_prompts_that_take_long(num_rows: int) -> None:
-    running, coming = [request(slot, Progress.CAUGHT_UP) for slot in range(8)], request(8, None)
-    coming.phase, coming.tokens, coming.committed_len = Phase.PREFILL, [0] * num_rows, 0
-    requests = {str(one.req_idx): one for one in [*running, coming]}
-    shapes = BudgetedShapes(requests, budget_of(9))
+@pytest.mark.parametrize(
+    ("num_coming", "num_rows", "are_resting"), [(8, 60, False), (1, 20_000, False), (8, 2500, True)]
+)
+def test_requests_rest_beside_prompts_of_many_that_take_long(
+    num_coming: int, num_rows: int, *, are_resting: bool
+) -> None:
+    running = [request(slot, Progress.CAUGHT_UP) for slot in range(8)]
+    coming = [request(8 + i, None) for i in range(num_coming)]
+    for one in coming:
+        one.phase, one.tokens, one.committed_len = Phase.PREFILL, [0] * num_rows, 0
+    requests = {str(one.req_idx): one for one in [*running, *coming]}
+    shapes = BudgetedShapes(requests, budget_of(16))
     wanted = {shapes.of(one, one.draft.credit) for one in running}
-    assert (wanted == {None}) == (num_rows == 20_000)
-    coming.committed_len = num_rows - 100
+    assert (wanted == {None}) == are_resting
+    for one in coming:
+        one.committed_len = num_rows - 10
     for _ in range(8):  # a rest is one of some rounds, and a decision good for some
         note(shapes, running, [1] * 8)
         shapes.learn()
