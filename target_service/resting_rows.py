@@ -4,8 +4,8 @@ While a request rests nobody reads its rows, and it may end before anybody does.
 are kept as they come, whatever the number of requests, over the oldest ones. Those of one request
 are looked for when trees are wanted of it again; what is no longer there then is replayed.
 
-The memory is there, and touched, before it is needed: a page that is touched for the first time
-takes some microseconds, which was 2 ms of a step of 256 requests.
+A target with a GPU takes and touches the memory at its start: a page that is touched for the first
+time takes some microseconds, which was 2 ms of a step of 256 requests.
 """
 
 from __future__ import annotations
@@ -74,12 +74,16 @@ class RestedRows:
         self._positions = np.zeros(0, dtype=np.int32)
         self._rows: FeatureRows | None = None
 
-    def reserve(self) -> None:
-        """Take the memory, unless it was taken, and touch all of it."""
+    def reserve(self, *, is_touched: bool = True) -> None:
+        """Take the memory, unless it was taken.
+
+        Args:
+            is_touched: All of it at once, not page by page as rows come.
+        """
         num_bytes = self._capacity * self._row_bytes
         if self._rows is not None or not num_bytes:
             return
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (mmap.MAP_POPULATE if is_touched else 0)
         memory = np.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=np.uint8)
         self._rows = memory.reshape(self._capacity, self._row_bytes)
         self._slots = np.full(self._capacity, _NOBODY, dtype=np.int32)
@@ -91,7 +95,7 @@ class RestedRows:
         Args:
             features: [B, D + 1, row_bytes], of all paths of the step.
         """
-        self.reserve()
+        self.reserve(is_touched=False)
         row, slots, positions, counts = np.array(paths, dtype=np.int64).T
         num_rows = int(counts.sum())
         begin, self.end = self.end, self.end + num_rows

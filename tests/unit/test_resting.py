@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,6 +95,21 @@ def test_rows_of_a_request_come_back_in_order(data: st.DataObject) -> None:
         if paths:
             rested.append(paths, features)
         features.fill(255)  # the step's buffer is used again
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * mmap.PAGESIZE / 2**20
+
+
+def test_only_a_target_with_a_gpu_takes_all_memory_for_rows_at_once() -> None:
+    before = _resident_mib()
+    rested = RestedRows(1024, 64 << 20)
+    rested.append([RestedPath(0, 0, 0, 1)], np.ones((1, 1, 1024), dtype=np.uint8))
+    assert _resident_mib() < before + 16
+    touched = RestedRows(1024, 64 << 20)
+    touched.reserve()
+    assert _resident_mib() > before + 48
 
 
 def _check_rows(rested: RestedRows, slot: int, since: int, begin: int, end: int) -> None:
