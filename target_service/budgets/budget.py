@@ -222,24 +222,19 @@ class TreeBudget:
         self._note_reading(num_coming, num_prompt_rows, len(slots) + fixed.num_requests)
         caps = self._caps_of_rests(slots, caps, fixed.num_requests, num_coming)
         deal = self._deal(slots, caps, fixed, num_coming)
-        if deal.limit and missed is not None and _has_many(missed).any():
-            lower_caps = np.where(_has_many(missed), 0, caps)
+        if deal.limit and missed is not None and (is_behind := _has_many(missed)).any():
+            lower_caps = np.where(is_behind, 0, caps)
             staying = self._deal(slots, lower_caps, fixed, num_coming)
             if not self._pays_back(deal, staying, missed, num_left):
                 caps, deal = lower_caps, staying
         self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST
-        if not deal.limit and not self._reads_long:
+        if deal.limit:
+            if self._tries_plain(deal, fixed, num_coming):
+                rungs, rest = np.zeros_like(rungs), _PLAIN_TRY_ROUNDS
+            else:
+                self._probe.reset(len(slots))
+        elif not self._reads_long:
             rungs = self._probed(slots, caps, fixed, missed)
-        elif (
-            deal.limit
-            and not (fixed.num_trees or num_coming)
-            and self.costs.plain_is_worth_a_try(
-                len(slots) + fixed.num_requests, deal.tokens_per_s, self._clock()
-            )
-        ):
-            rungs, rest = np.zeros_like(rungs), _PLAIN_TRY_ROUNDS
-        elif deal.limit:
-            self._probe.reset(len(slots))
         resting = slots[rungs == 0]
         if len(resting):
             begins_rest = resting[(self.rungs[resting] > 0) | self._is_new[resting]]
@@ -248,6 +243,13 @@ class TreeBudget:
         self._most_have = int(np.bincount(rungs).argmax())
         self._is_new[slots] = False
         self.is_hopeless[slots] = not deal.limit and self._are_hopeless(slots)
+
+    def _tries_plain(self, deal: Deal, fixed: FixedRounds, num_coming: int) -> bool:
+        """Return whether rounds without trees are tried instead of a deal."""
+        if fixed.num_trees or num_coming:
+            return False
+        num_requests = len(deal.rungs) + fixed.num_requests
+        return self.costs.plain_is_worth_a_try(num_requests, deal.tokens_per_s, self._clock())
 
     def _note_reading(self, num_coming: int, num_prompt_rows: int, num_requests: int) -> None:
         """Take note of how long prompts will be read; on a CPU their rows cost no less.
