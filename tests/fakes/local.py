@@ -43,6 +43,10 @@ class LocalEngine:
     def is_pending(self) -> bool:
         return self.engine.has_work or self._num_received < self._num_sent
 
+    def num_waiting(self, kind: type) -> int:
+        """Return how many messages of a kind the engine has not taken."""
+        return sum(isinstance(message, kind) for message in self._inbox)
+
     async def start(self, on_progress: ProgressCallback) -> WorkerInfo:
         on_progress("pretending to load", 0.5)
         await asyncio.sleep(self._load_s)
