@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.messages import TreeShape
 from target_service.budgets.acceptance import LAST_HOPELESS_CLASS, Acceptance
-from target_service.budgets.costs import RoundCosts, RoundKind, bucket_size
+from target_service.budgets.costs import RoundCosts, bucket_size
 from target_service.budgets.deal import NOTHING_FIXED, Deal, Dealer, FixedRounds, Options
+from target_service.budgets.missed import has_many, pays_back, replayed
 from target_service.budgets.probe import Probe
-from target_service.features import WOKEN_ROWS
+from target_service.budgets.prompt_rounds import PromptRounds
+from target_service.budgets.round_timer import RoundTimer, StepTimes
 
 Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 DECISION_ROUNDS = 4
 """Rounds that a decision is good for, while the same requests run."""
@@ -37,32 +37,13 @@ _FAVOUR_PROMPTS = 0.05
 _UNFAVOURED_DECISION = 16
 # A round that takes so many times what was expected is reason enough to decide anew.
 _BAD_SURPRISE = 1.3
-# Of a round in the means of how many have rows of prompts, and of their tokens.
-_MIXED_WEIGHT = 0.15
-# Fewer are none: some dozens of rounds ago there were prompts.
-_LEAST_MIXED = 0.01
-# Where more have, requests begin all the time: what they have was decided for fewer of them, and
-# once the prompts have been read, for other rows.
-_MOSTLY_MIXED = 0.3
-# So many rounds without prompts, and none being read, and the next ones have none either.
-_PROMPTS_ENDED_AFTER = 3
-# A draft gets what it has missed if that pays within the time in which every request gets so many
-# tokens, or what it has left ..
-_PAID_BACK_AFTER = 64
-# .. and trees come so many rounds after its last row. So many rows that were kept, which hosts copy
-# and it reads, cost what one does that is computed again; and fewer than so many cost nothing.
-_FIRST_TREE_AFTER = 6
-_KEPT_PER_REPLAYED, _MANY_MISSED = 5, 16
 # A request that rests does so for at least so many rounds: a draft must read what came meanwhile.
 _LEAST_REST = 4
 # .. but for so many where rounds without trees are tried, of which the first says nothing.
 _PLAIN_TRY_ROUNDS = 6
-# While prompts of so many requests are read that take as long as so many rounds without trees,
-# requests rest where trees bring less than none beside prompts; until those that are left take so
-# many. A long prompt of one is no reason to keep others without trees.
-_MANY_COMING, _LONG_READING, _READING_ENDS = 8, 60, 5
-# What trees take there, by what they are known to take: with those of 128 requests steps of an H200
-# took half as much longer as their rows and the draft say, for it reads these prompts as well.
+# What trees take while many prompts are read, by what they are known to take: with those of 128
+# requests steps of an H200 took half as much longer as their rows and the draft say, for it reads
+# these prompts as well.
 _BESIDE_LONG_READING = 1.5
 # Where all requests rest some are tried, with trees of this rung at most.
 _PROBE_RUNG, _MOST_PROBED = 3, 4
@@ -71,24 +52,6 @@ _MANY_ROWS = 1 << 40
 _FORECAST_DECISIONS = 16
 # Gains by class change slowly: decisions after which they are computed anew, at first and later.
 _FIRST_GAINS, _LAST_GAINS = 2, 128
-
-
-class StepTimes(NamedTuple):
-    """What a step was like whose time is learned from.
-
-    Args:
-        num_rows: Of its trees.
-        num_requests: That run, in this step or in others.
-        waited_rungs: [B], of the trees that it waited for, should they not have come; 0: none.
-        has_prompts: It had rows of prompts as well.
-        is_clean: It had not, and the draft did not have many of these to read either.
-    """
-
-    num_rows: int
-    num_requests: int
-    waited_rungs: Ints
-    has_prompts: bool
-    is_clean: bool
 
 
 class TreeBudget:
@@ -127,24 +90,15 @@ class TreeBudget:
         self._is_new = np.ones(num_slots, dtype=bool)  # nothing was decided yet
         self._rests_until = np.zeros(num_slots, dtype=np.int64)
         self._probe = Probe()
-        # Of each slot: when its last round ended, and the rows and rung of that round's tree.
-        self._ended_s = np.zeros(num_slots)
-        self._num_rows = np.zeros(num_slots)
-        self._ran_rungs: Ints = np.zeros(num_slots, dtype=np.int64)
-        self._was_clean = False
+        self._prompts = PromptRounds(costs)
+        self._rounds = RoundTimer(num_slots, clock)
         # Of so many requests: when it was asked last, and the deal.
         self._forecasts: dict[int, tuple[int, Deal]] = {}
-        # Means of rounds: which part has rows of prompts, and tokens of a round.
-        self._mixed, self._tokens = 0.0, 1.0
-        self._num_clear = 0  # rounds since one had rows of prompts
-        self._coming_mixed = 0.0  # what the mean is expected to be of the next rounds
-        self._reads_long = False  # prompts that take many rounds
-        self._keeps_deals = True  # another one must bring some more
 
     def begin(self, slot: int) -> None:
         """Take note that another request has a slot; it gets what most requests like it have."""
         self.acceptance.begin(slot)
-        self._ended_s[slot] = 0.0
+        self._rounds.begin(slot)
         self._rests_until[slot] = 0
         self._is_new[slot] = True
         self.is_hopeless[slot] = False
@@ -216,16 +170,13 @@ class TreeBudget:
         if not len(slots):
             return
         self._renew_gains()
-        has_ended = not num_coming and self._num_clear >= _PROMPTS_ENDED_AFTER
-        mixed_before, self._coming_mixed = self._coming_mixed, 0.0 if has_ended else self._mixed
-        self._keeps_deals = max(mixed_before, self._coming_mixed) < _MOSTLY_MIXED
-        self._note_reading(num_coming, num_prompt_rows, len(slots) + fixed.num_requests)
+        self._prompts.expect(num_coming, num_prompt_rows, len(slots) + fixed.num_requests)
         caps = self._caps_of_rests(slots, caps, fixed.num_requests, num_coming)
         deal = self._deal(slots, caps, fixed, num_coming)
-        if deal.limit and missed is not None and (is_behind := _has_many(missed)).any():
+        if deal.limit and missed is not None and (is_behind := has_many(missed)).any():
             lower_caps = np.where(is_behind, 0, caps)
             staying = self._deal(slots, lower_caps, fixed, num_coming)
-            if not self._pays_back(deal, staying, missed, num_left):
+            if not pays_back(deal, staying, missed, num_left, self.costs):
                 caps, deal = lower_caps, staying
         self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST
         if deal.limit:
@@ -233,7 +184,7 @@ class TreeBudget:
                 rungs, rest = np.zeros_like(rungs), _PLAIN_TRY_ROUNDS
             else:
                 self._probe.reset(len(slots))
-        elif not self._reads_long:
+        elif not self._prompts.are_long:
             rungs = self._probed(slots, caps, fixed, missed)
         resting = slots[rungs == 0]
         if len(resting):
@@ -250,19 +201,6 @@ class TreeBudget:
             return False
         num_requests = len(deal.rungs) + fixed.num_requests
         return self.costs.plain_is_worth_a_try(num_requests, deal.tokens_per_s, self._clock())
-
-    def _note_reading(self, num_coming: int, num_prompt_rows: int, num_requests: int) -> None:
-        """Take note of how long prompts will be read; on a CPU their rows cost no less.
-
-        Args:
-            num_requests: That run.
-        """
-        round_s = self.costs.round_s(RoundKind(num_requests, num_requests))
-        num_rounds = self.costs.marginal_s(float(num_prompt_rows)) / round_s
-        if self._reads_long:
-            self._reads_long = num_rounds > _READING_ENDS
-        elif self.costs.is_padded and num_coming >= _MANY_COMING:
-            self._reads_long = num_rounds > _LONG_READING
 
     def _are_hopeless(self, slots: Ints) -> NDArray[np.bool_]:
         return self.acceptance.classes(slots) <= LAST_HOPELESS_CLASS
@@ -288,11 +226,11 @@ class TreeBudget:
         classes = self.acceptance.classes(slots)
         held, favour = self._held(slots)
         options = self._dealer.options(classes, caps, fixed)
-        if self._reads_long:
+        if self._prompts.are_long:
             return self._deal_beside_prompts(options, held, favour, num_coming)
-        mixed = fixed._replace(mixed_per_token=self._coming_mixed / self._tokens)
+        mixed = fixed._replace(mixed_per_token=self._prompts.per_token)
         deal = self._dealer.choose(options, held, mixed.mixed_per_token, favour=favour)
-        if self._coming_mixed < _LEAST_MIXED or deal.rungs.all():
+        if not self._prompts.are_expected or deal.rungs.all():
             return deal
         without = self._dealer.choose(options, held, fixed.mixed_per_token, favour=favour)
         if not deal.limit:
@@ -323,20 +261,6 @@ class TreeBudget:
         more_s = (num_rest + num_more) / deal.tokens_per_s - num_rest / rest.tokens_per_s
         return deal if num_more > then * _BESIDE_LONG_READING * more_s else rest
 
-    def _pays_back(self, deal: Deal, staying: Deal, missed: Ints, num_left: Ints | None) -> bool:
-        """Return whether a deal brings so much more than one in which no draft gets what it has
-        missed, that within some rounds it makes up for that.
-        """
-        woken = missed[deal.rungs > 0]
-        lost_s = self.costs.marginal_s(float(_replayed(woken).sum()))
-        num_tokens = float(_PAID_BACK_AFTER)
-        if num_left is not None:
-            num_tokens = float(np.minimum(num_left, _PAID_BACK_AFTER).mean())
-        # Drafts get so many rows with each round: on average after half of these rounds.
-        num_tokens -= _FIRST_TREE_AFTER + float(woken.sum()) / WOKEN_ROWS / 2
-        rounds_s = max(num_tokens, 0.0) * len(deal.rungs) / staying.tokens_per_s
-        return deal.tokens_per_s * rounds_s >= staying.tokens_per_s * (rounds_s + lost_s)
-
     def _held(self, slots: Ints) -> tuple[Ints, float]:
         """Return what requests have, those that are new what most have; and how much more tokens
         per second another deal must bring.
@@ -350,7 +274,7 @@ class TreeBudget:
         if num_new:
             held[is_new] = np.bincount(held[~is_new]).argmax()
         is_unfavoured = not self._num_decisions % _UNFAVOURED_DECISION
-        return held, self._favour if self._keeps_deals and not is_unfavoured else 0.0
+        return held, self._favour if self._prompts.are_rare and not is_unfavoured else 0.0
 
     @property
     def _favour(self) -> float:
@@ -375,7 +299,9 @@ class TreeBudget:
                 size. None: all are as deep as their rungs.
         """
         self._round += 1
-        self._note_mixed(len(slots) + int(num_accepted.sum()), times)
+        num_tokens = len(slots) + int(num_accepted.sum())
+        if self._prompts.note_step(num_tokens, has_prompts=times.has_prompts):
+            self._decided_round = -DECISION_ROUNDS
         sizes = np.minimum(num_nodes, len(self._rung_of_size) - 1)
         rungs = self._rung_of_size[sizes]
         has_tree = rungs > 0
@@ -392,54 +318,17 @@ class TreeBudget:
         if len(slots):
             self.acceptance.recentre(slots)
         resting = slots[~has_tree]
-        if len(resting) and not self._reads_long:
+        if len(resting) and not self._prompts.are_long:
             self.acceptance.note_rests(resting, returns=self._limit > 0)
 
-    def _note_mixed(self, num_tokens: int, times: StepTimes) -> None:
-        """Learn how often there are rows of prompts beside trees, and what rounds bring."""
-        self._mixed += _MIXED_WEIGHT * (times.has_prompts - self._mixed)
-        self._num_clear = 0 if times.has_prompts else self._num_clear + 1
-        if self._num_clear == _PROMPTS_ENDED_AFTER:
-            self._decided_round = -DECISION_ROUNDS
-        if num_tokens:
-            self._tokens += _MIXED_WEIGHT * (num_tokens - self._tokens)
-
     def _note_time(self, slots: Ints, rungs: Ints, times: StepTimes) -> None:
-        """Learn what a round of these requests took: from the end of each one's round before."""
-        now_s = self._clock()
-        ended_s = self._ended_s[slots]
-        self._ended_s[slots] = now_s
-        self._num_rows[slots] = times.num_rows / max(len(slots), 1)
-        self._ran_rungs[slots] = rungs
-        is_clean, self._was_clean = times.is_clean and self._was_clean, times.is_clean
-        if not is_clean or not len(slots) or not ended_s.all():
+        """Learn what a round took; one that took much longer than expected has all decided anew."""
+        timed = self._rounds.note_step(slots, rungs, times)
+        if timed is None:
             return
-        # Where requests without trees do not wait for the others, theirs are shorter.
-        with_trees = ended_s[rungs > 0]
-        began_s = _median(with_trees if len(with_trees) else ended_s)
-        kind = self._kind_since(began_s, max(times.num_requests, len(slots)))
-        if kind.rung and not len(with_trees):
-            return
-        took_s = now_s - began_s
-        if took_s > _BAD_SURPRISE * self.costs.round_s(kind):
+        if timed.took_s > _BAD_SURPRISE * self.costs.round_s(timed.kind):
             self._decided_round = -DECISION_ROUNDS
-        self.costs.note_round(kind, took_s, now_s)
-
-    def _kind_since(self, began_s: float, num_requests: int) -> RoundKind:
-        """Return what a round of all requests is like, by the rounds that have ended since.
-
-        Requests may take turns, with other trees in each step; those that had no round since are
-        taken to be like those that had.
-        """
-        ran = np.flatnonzero(self._ended_s > began_s)
-        rungs = self._ran_rungs[ran]
-        scale = num_requests / len(ran)
-        return RoundKind(
-            num_requests=num_requests,
-            num_rows=round(self._num_rows[ran].sum() * scale),
-            rung=int(rungs.max()),
-            num_trees=round(np.count_nonzero(rungs) * scale),
-        )
+        self.costs.note_round(timed.kind, timed.took_s, timed.ended_s)
 
     def _renew_gains(self) -> None:
         self._num_decisions += 1
@@ -463,7 +352,7 @@ class TreeBudget:
             sizes, _ = self.costs.sizes_above(base)
             num_more = max(int(self.costs.rows[rung]) - 1, 1)
             room = (int(sizes[0]) - base) // num_more if len(sizes) else 0
-            lost = np.zeros_like(caps) if missed is None else _replayed(missed)
+            lost = np.zeros_like(caps) if missed is None else replayed(missed)
             lost = np.where(caps > 0, lost, _MANY_ROWS)
             fewest = int(lost.min())
             if fewest == _MANY_ROWS:
@@ -477,28 +366,6 @@ class TreeBudget:
             chosen = np.argsort(-promise, kind="stable")[:count]
         rungs[chosen] = np.minimum(caps[chosen], rung)
         return rungs
-
-
-def _replayed(missed: Ints) -> Ints:
-    """Return what rows that drafts have missed cost, in rows that are computed again.
-
-    Args:
-        missed: [B, 2], as of `TreeBudget.decide`.
-    """
-    return missed[:, 1] + missed[:, 0] // _KEPT_PER_REPLAYED
-
-
-def _has_many(missed: Ints) -> NDArray[np.bool_]:
-    """Return of which requests drafts have missed so much that it counts."""
-    return (missed[:, 1] > 0) | (missed[:, 0] >= _MANY_MISSED)
-
-
-def _median(values: Floats) -> float:
-    """Return what np.median does, in a third of its time for a few hundred values."""
-    ordered, half = np.sort(values), len(values) // 2
-    if len(values) % 2:
-        return float(ordered[half])
-    return float(ordered[half - 1] + ordered[half]) / 2
 
 
 def _rung_of_size(rows: Ints) -> Ints:

@@ -9,8 +9,9 @@ import numpy as np
 
 from shared.ladder import has_size_of_rung, num_rungs_within, rung_within
 from shared.messages import PeerTrees, TreeShape
-from target_service.budgets.budget import StepTimes, TreeBudget
+from target_service.budgets.budget import TreeBudget
 from target_service.budgets.deal import FixedRounds
+from target_service.budgets.round_timer import StepTimes
 from target_service.draft_peer import Progress
 from target_service.features import MissedRows
 from target_service.nodes import AcceptedNodes, SampledTrees

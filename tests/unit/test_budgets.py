@@ -15,9 +15,10 @@ from shared.config.check import parse_shapes
 from shared.ladder import LADDER, num_rungs_within, rung_within
 from shared.messages import TreeShape, check_shape
 from target_service.budgets.acceptance import NUM_CLASSES, Acceptance
-from target_service.budgets.budget import StepTimes, TreeBudget
+from target_service.budgets.budget import TreeBudget
 from target_service.budgets.costs import RoundCosts, RoundKind
 from target_service.budgets.deal import Dealer, FixedRounds
+from target_service.budgets.round_timer import StepTimes
 from target_service.step_costs import StepCosts
 from tests.unit.plain_dealer import PlainDealer
 from tests.unit.test_budgets_simulated import CPU_FORWARD, FORWARD

@@ -9,7 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from shared.ladder import LADDER
-from target_service.budgets.budget import StepTimes, TreeBudget
+from target_service.budgets.budget import TreeBudget
+from target_service.budgets.round_timer import StepTimes
 from target_service.features import WOKEN_ROWS
 from target_service.prompt_budget import PromptBudget
 from tests.marks import exhaustive

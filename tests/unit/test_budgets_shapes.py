@@ -10,8 +10,9 @@ import pytest
 
 from shared.ladder import LADDER
 from shared.messages import PeerTrees, TreeShape
-from target_service.budgets.budget import StepTimes, TreeBudget
+from target_service.budgets.budget import TreeBudget
 from target_service.budgets.costs import RoundCosts
+from target_service.budgets.round_timer import StepTimes
 from target_service.budgets.shapes import BudgetedShapes
 from target_service.draft_peer import Progress
 from target_service.nodes import AcceptedNodes

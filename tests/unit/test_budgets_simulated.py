@@ -9,8 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from shared.ladder import LADDER
-from target_service.budgets.budget import StepTimes, TreeBudget
+from target_service.budgets.budget import TreeBudget
 from target_service.budgets.costs import RoundCosts, RoundKind
+from target_service.budgets.round_timer import StepTimes
 from target_service.step_costs import StepCosts
 from tests.marks import exhaustive
 
