@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import urllib.request
 from collections.abc import Mapping
@@ -58,19 +59,33 @@ def scrape(url: str) -> Scrape:
 
 
 def free_ports(count: int) -> int:
-    """Return the first of so many ports that follow each other and were free a moment ago."""
+    """Return the first of so many ports in a row that no other process is given meanwhile.
+
+    A socket that does not listen holds each of them until this process ends. Services may listen
+    there, one after the other; whoever asks for any free port gets another one.
+    """
     while True:
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            if port + count < 65536 and all(map(_is_free, range(port + 1, port + count))):
-                return port
+        with contextlib.ExitStack() as stack:
+            try:
+                held = [stack.enter_context(_held(0))]
+                port: int = held[0].getsockname()[1]
+                held += [stack.enter_context(_held(port + i)) for i in range(1, count)]
+            except (OSError, OverflowError):  # one of them is taken, or there are none so high
+                continue
+            for each in held:
+                each.detach()
+            return port
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
+def _held(port: int) -> socket.socket:
+    """Return a socket on a port that nobody has: others may listen there from now on."""
+    held = socket.socket()
+    try:
+        held.bind(("127.0.0.1", port))
+    except (OSError, OverflowError):
+        held.close()
+        raise
+    # Set before, these would let two sockets hold one port.
+    for shares in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        held.setsockopt(socket.SOL_SOCKET, shares, 1)
+    return held

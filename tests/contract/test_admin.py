@@ -28,6 +28,7 @@ from shared.rpc.channel import open_channel
 from shared.rpc.status import from_rpc_error
 from tests.contract.serving import Serving, freed, serving, write_model
 from tests.fakes import WIDTH, FakeDraft, FakeTarget, eventually, fake_draft, fake_target, generate
+from tests.scrape import free_ports
 
 pytestmark = pytest.mark.asyncio
 
@@ -317,7 +318,7 @@ async def test_requests_that_outlast_a_shutdown_end_so_that_clients_resume_them(
 
 async def test_a_client_goes_on_on_the_server_that_follows(model: Path) -> None:
     async with target("t0") as worker:
-        async with serving(model, [worker], drain_timeout_s=0.2) as server:
+        async with serving(model, [worker], drain_timeout_s=0.2, port=free_ports(1)) as server:
             client = AsyncClient(server.address, max_retries=100)
             stopping = asyncio.create_task(server.orchestrator.serve_until_stopped())
             request = asyncio.create_task(stream(client))

@@ -20,6 +20,7 @@ from shared.messages import (
 from shared.peer.ring import RING_DIR, FeatureRing, RingReader
 from tests.contract.driver import Listener, Peer, target_open, verify_after
 from tests.fakes import FakeTarget, eventually, fake_target, feature_rows
+from tests.scrape import free_ports
 
 pytestmark = pytest.mark.asyncio
 
@@ -111,8 +112,8 @@ async def test_a_draft_that_was_too_slow_for_the_ring_goes_on_with_bytes(ring: F
 
 async def test_a_restarted_target_is_read_through_its_new_ring(ring: FeatureRing) -> None:
     async with Listener() as listener:
-        async with fake_target(FakeTarget(ring=ring)) as target, Peer(target.address) as peer:
-            port = target.worker.server.port
+        port, engine = free_ports(1), FakeTarget(ring=ring)
+        async with fake_target(engine, port=port) as target, Peer(target.address) as peer:
             session = peer.target_session()
             await session.send(target_open(prompt=PROMPT))
             path = await session.next(AcceptedPath)
