@@ -75,6 +75,15 @@ class Stream:
             inbox, self._inbox = self._inbox, []
             return inbox
 
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Take messages until a condition holds.
+
+        Raises: EOFError if the server ends the stream, AioRpcError if it breaks.
+        """
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
+            while not condition():
+                await self._receive()
+
     async def close(self) -> None:
         """Half-close and wait for the end."""
         await self.call.done_writing()
@@ -240,7 +249,7 @@ class Listener:
     def __init__(
         self,
         *,
-        reconnect_timeout_s: float = 10.0,
+        reconnect_timeout_s: float = 60.0,
         ring_dir: Path = RING_DIR,
     ) -> None:
         self.client = FeatureClient(

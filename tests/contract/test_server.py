@@ -57,13 +57,14 @@ async def watch(channel: grpc.aio.Channel, service: str) -> AsyncIterator[list[i
 
 
 async def test_target_is_ready_only_once_its_engine_is() -> None:
-    handle = LocalEngine(FakeTarget(), load_s=0.3)
+    handle = LocalEngine(FakeTarget(), load_s=300)
     worker = create_worker(TargetConfig(host="127.0.0.1"), handle)
     starting = asyncio.create_task(worker.start())
     await eventually(lambda: worker.server.port != 0)
     async with open_channel(worker.address) as channel, watch(channel, TARGET) as seen:
         assert await check(channel, "") == SERVING
         assert await check(channel, TARGET) == NOT_SERVING
+        handle.finish_loading()
         await starting
         assert await check(channel, TARGET) == SERVING
         await eventually(lambda: seen == [NOT_SERVING, SERVING])

@@ -331,17 +331,16 @@ async def test_load_flows_while_the_stream_has_nothing_else() -> None:
     ):
         idle = idle_peer.target_session()
         await idle.call.write(pack_target_request([]))
-        await idle.settle(0.3)
-        num_before = len(idle.raw)
+        await idle.until(lambda: idle.load is not None)
+        assert idle.load.num_running == 0
         busy = busy_peer.target_session()
         await busy.send(target_open())
         path = await busy.next(AcceptedPath)
         for _ in range(5):
             await busy.send(verify_after(path))
             path = await busy.next(AcceptedPath)
-        await idle.settle(0.3)
-        assert len(idle.raw) > num_before
-        assert idle.load.num_running == 1 and idle.load.num_steps >= 2
+        await idle.until(lambda: idle.load.num_running == 1 and idle.load.num_steps >= 2)
+        assert await idle.settle() == []
 
 
 async def test_message_over_the_limit_ends_only_its_stream() -> None:

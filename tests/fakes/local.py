@@ -25,7 +25,7 @@ class LocalEngine:
 
     Args:
         step_s: Duration of a step.
-        load_s: Duration of the start.
+        load_s: Duration of the start, unless `finish_loading` ends it.
     """
 
     def __init__(self, engine: Engine, *, step_s: float = 0.0, load_s: float = 0.0) -> None:
@@ -34,7 +34,7 @@ class LocalEngine:
         self._load_s = load_s
         self._inbox: list[Any] = []
         self._num_sent = self._num_received = 0
-        self._wake = asyncio.Event()
+        self._wake, self._is_loaded = asyncio.Event(), asyncio.Event()
         self._is_paused = self._is_dead = self._is_closed = False
 
     pid: int | None = None
@@ -49,7 +49,8 @@ class LocalEngine:
 
     async def start(self, on_progress: ProgressCallback) -> WorkerInfo:
         on_progress("pretending to load", 0.5)
-        await asyncio.sleep(self._load_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_loaded.wait(), self._load_s)
         return self.engine.info
 
     def send(self, messages: Sequence[Any]) -> None:
@@ -86,6 +87,10 @@ class LocalEngine:
     async def close(self) -> None:
         self._is_closed = True
         self._wake.set()
+
+    def finish_loading(self) -> None:
+        """End the start."""
+        self._is_loaded.set()
 
     def pause(self) -> None:
         """Stop stepping, as a hung device would; messages pile up."""
