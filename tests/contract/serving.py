@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from coppice import AsyncClient, Completion
 from orchestrator.endpoints import Lookup, lookup
 from orchestrator.server import Orchestrator
 from shared.config import OrchestratorConfig
@@ -76,6 +77,7 @@ async def serving(
             # A process that has to wait for a core for seconds must not look like a worker's fault.
             "step_timeout_s": 60.0,
             "draft_timeout_ms": 5_000.0,
+            "draft_open_timeout_ms": 60_000.0,
             "drain_timeout_s": 0.2,
             "grammar_after_s": 0.0,
             **fields,
@@ -112,6 +114,15 @@ def write_model(directory: Path) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
     return directory
+
+
+async def drafted(client: AsyncClient, **request: Any) -> Completion:
+    """Generate until some round had a tree in time, which is up to the machine."""
+    async with asyncio.timeout(60):
+        while True:
+            done = await client.generate(**request)
+            if done.speculation.num_draft_tokens:
+                return done
 
 
 async def freed(*workers: FakeWorker) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -29,7 +28,7 @@ from shared.access.tokens import bearer
 from shared.config import CALLS, Secret
 from shared.rpc.channel import open_channel
 from shared.rpc.status import from_rpc_error
-from tests.contract.serving import serving, write_model
+from tests.contract.serving import drafted, serving, write_model
 from tests.fakes import eventually, fake_draft, fake_target
 from tests.scrape import free_ports, num_refused, scrape
 
@@ -245,8 +244,7 @@ async def test_services_with_the_secret_work_together(
         serving(model, [target], [draft], **fields) as front,
         AsyncClient(front.address) as client,
     ):
-        whole = await client.generate(token_ids=[1, 2, 3], max_new_tokens=200, speculation=True)
-    assert whole.speculation.num_draft_tokens > 0
+        await drafted(client, token_ids=[1, 2, 3], max_new_tokens=200, speculation=True)
     assert "UNAUTHENTICATED" not in caplog.text and "refused" not in caplog.text
 
 
@@ -272,9 +270,7 @@ async def test_the_log_says_by_how_much_clocks_differ_also_if_the_worker_came_la
     late = SimpleNamespace(time=lambda: time.time() - 2 * VALID_S)
     fields = {"secret_file": secret_file}
     caplog.set_level(logging.INFO)
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
+    port = free_ports(1)
     address = f"127.0.0.1:{port}"
     async with serving(model, [address], waits=False, **fields) as front:
         await eventually(lambda: f"{address} does not answer: UNAVAILABLE" in caplog.text)

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from coppice import AsyncClient, DeadlineExceededError, InvalidArgumentError, UnavailableError
+from coppice import (
+    AsyncClient,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    TokenDelta,
+    UnavailableError,
+)
 from shared.errors import ConfigError
 from shared.metrics.catalog import METRICS, metric_of
 from tests.contract.serving import freed, serving, write_model
@@ -49,8 +55,12 @@ async def test_requests_are_counted_by_how_they_end(model: Path) -> None:
         completions = [
             await client.generate(token_ids=PROMPT, max_new_tokens=count) for count in (1, 7, 40)
         ]
-        with pytest.raises(DeadlineExceededError):
-            await client.generate(**long, timeout_s=4.0)
+        num_late, has_output = 0, False
+        while not has_output:  # it may begin later than that
+            num_late += 1
+            with pytest.raises(DeadlineExceededError):
+                async for event in client.stream(**long, timeout_s=2.0):
+                    has_output = has_output or isinstance(event, TokenDelta)
         await freed(target, draft)
         seen = await read(url)
         assert seen.value("coppice_requests_running") == 0
@@ -66,20 +76,21 @@ async def test_requests_are_counted_by_how_they_end(model: Path) -> None:
         seen = await read(url)
     for code, reason, count in (
         ("OK", "length", 3),
-        ("DEADLINE_EXCEEDED", "", 1),
+        ("DEADLINE_EXCEEDED", "", num_late),
         ("CANCELLED", "", 1),
         ("INVALID_ARGUMENT", "", 1),
     ):
         labels = {"code": code, "finish_reason": reason}
         assert seen.value("coppice_requests_total", **labels) == count, labels
-    assert seen.value("coppice_requests_total") == 6
+    assert seen.value("coppice_requests_total") == 5 + num_late
     assert seen.value("coppice_refusals_total", reason="INVALID_ARGUMENT") == 1
     assert seen.value("coppice_refusals_total") == 1
     for name in ("time_to_first_token", "request_duration", "request_queue", "request_prefill"):
         assert seen.value(f"coppice_{name}_seconds_count") == 3
     total_s = sum(completion.timings.total_ms for completion in completions) / 1e3
     assert seen.value("coppice_request_duration_seconds_sum") == pytest.approx(total_s)
-    assert seen.value("coppice_prompt_tokens_total") == 5 * len(PROMPT), "of what was admitted"
+    num_admitted = 4 + num_late
+    assert seen.value("coppice_prompt_tokens_total") == num_admitted * len(PROMPT)
     assert seen.value("coppice_accept_length_count") == 2, "the first one had no rounds"
 
 
@@ -91,7 +102,7 @@ async def test_who_never_reads_the_end_has_not_finished(
     port = free_ports(1)
     url = f"http://127.0.0.1:{port}/metrics"
     async with (
-        small_server(model, read_timeout_s=1.0, metrics_port=port) as server,
+        small_server(model, read_timeout_s=1.0, metrics_port=port) as (server, _),
         unread(server.address, 2, 400),
     ):
         async with asyncio.timeout(60):
@@ -114,16 +125,13 @@ async def test_counts_of_speculation_are_those_of_finish_info(model: Path) -> No
         serving(model, [target], [draft], metrics_port=port) as server,
         AsyncClient(server.address) as client,
     ):
-        stats = [
-            (
-                await client.generate(
-                    token_ids=PROMPT, max_new_tokens=60, seed=seed, speculation=speculation
-                )
-            ).speculation
-            for seed, speculation in ((1, True), (2, True), (3, False))
-        ]
+        asked: dict[str, Any] = {"token_ids": PROMPT, "max_new_tokens": 60}
+        stats = [(await client.generate(**asked, seed=3, speculation=False)).speculation]
+        # Trees come in time or not, which is up to the machine.
+        while len(stats) < 3 or not any(each.num_accepted_drafts for each in stats):
+            done = await client.generate(**asked, seed=len(stats), speculation=True)
+            stats.append(done.speculation)
         seen = await read(f"http://127.0.0.1:{port}/metrics")
-    assert stats[0].num_accepted_drafts > 0
 
     def total(field: str) -> int:
         return sum(getattr(each, field) for each in stats)
@@ -133,13 +141,13 @@ async def test_counts_of_speculation_are_those_of_finish_info(model: Path) -> No
     assert seen.value("coppice_accepted_tokens_total") == total("num_accepted_drafts")
     assert seen.value("coppice_moved_rounds_total") == total("num_moved_rounds")
     assert seen.value("coppice_root_only_rounds_total") == total("num_root_only_rounds")
-    assert seen.value("coppice_root_only_rounds_total", reason="off") == stats[2].num_rounds
+    assert seen.value("coppice_root_only_rounds_total", reason="off") == stats[0].num_rounds
     per_depth = "coppice_accepted_tokens_per_depth_total"
     assert seen.value(per_depth) == total("num_accepted_drafts")
     for depth in (1, 2, 3):
         at_depth = sum(sum(each.accept_length_histogram[depth:]) for each in stats)
         assert seen.value(per_depth, depth=str(depth)) == at_depth
-    assert seen.value("coppice_inter_token_latency_seconds_count") == 3 * 59
+    assert seen.value("coppice_inter_token_latency_seconds_count") == len(stats) * 59
 
 
 async def test_workers_say_what_they_hold_and_what_their_engines_count(model: Path) -> None:

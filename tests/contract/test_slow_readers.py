@@ -21,7 +21,7 @@ from shared.messages.batches import unpack_events
 from shared.rpc.channel import Options, channel_options
 from shared.rpc.status import from_rpc_error
 from tests.contract.serving import Serving, freed, serving, write_model
-from tests.fakes import FakeTarget, eventually, fake_target, generate
+from tests.fakes import FakeTarget, FakeWorker, eventually, fake_target, generate
 
 pytestmark = pytest.mark.asyncio
 
@@ -74,25 +74,30 @@ async def read_on(call: Any) -> tuple[list[int], grpc.aio.AioRpcError | None]:
 
 
 @contextlib.asynccontextmanager
-async def small_server(model: Path, **fields: Any) -> AsyncIterator[Serving]:
+async def small_server(model: Path, **fields: Any) -> AsyncIterator[tuple[Serving, FakeWorker]]:
     async with (
         fake_target() as target,
         serving(model, [target], max_num_requests=NUM_PLACES, **fields) as server,
     ):
-        yield server
+        yield server, target
         await freed(target)
 
 
-async def all_placed(server: Serving) -> None:
-    """Wait until every place is taken."""
-    admission = server.orchestrator.admission
-    await eventually(lambda: admission.num_requests == NUM_PLACES)
+@contextlib.asynccontextmanager
+async def all_placed(server: Serving, target: FakeWorker) -> AsyncIterator[list[Any]]:
+    """Open streams that nobody reads on all places; none has output before all are there."""
+    target.handle.pause()
+    async with unread(server.address, NUM_PLACES, NUM_LONG) as calls:
+        admission = server.orchestrator.admission
+        await eventually(lambda: admission.num_requests == NUM_PLACES)
+        target.handle.resume()
+        yield calls
 
 
 async def test_what_is_generated_holds_no_place(model: Path) -> None:
     """Eight clients that never read, on eight places: others are served at once."""
     async with (
-        small_server(model) as server,
+        small_server(model) as (server, _),
         unread(server.address, NUM_PLACES, 200) as calls,
         AsyncClient(server.address, max_retries=0) as client,
     ):
@@ -113,11 +118,10 @@ async def test_who_reads_nothing_makes_room_for_others(
     """Paced, then ended: the rest of what was sent comes with a status that says to resume."""
     caplog.set_level(logging.WARNING)
     async with (
-        small_server(model, read_timeout_s=read_timeout_s) as server,
-        unread(server.address, NUM_PLACES, NUM_LONG) as calls,
+        small_server(model, read_timeout_s=read_timeout_s) as (server, target),
+        all_placed(server, target) as calls,
         AsyncClient(server.address) as client,
     ):
-        await all_placed(server)
         done = await client.generate(token_ids=PROMPT, max_new_tokens=8, timeout_s=60)
         assert list(done.token_ids) == generate(PROMPT, 8)
         await eventually(lambda: server.orchestrator.admission.num_requests == 0, timeout_s=90)
@@ -134,7 +138,7 @@ async def test_a_client_that_falls_asleep_resumes(
 ) -> None:
     monkeypatch.setattr(shared.rpc.channel, "channel_options", small_windows)
     async with (
-        small_server(model, read_timeout_s=0.5) as server,
+        small_server(model, read_timeout_s=0.5) as (server, _),
         AsyncClient(server.address) as client,
     ):
         admission = server.orchestrator.admission
@@ -153,10 +157,9 @@ async def test_a_client_that_falls_asleep_resumes(
 async def test_streams_that_hold_too_much_together_end(model: Path) -> None:
     """Long before any of them has not read for too long."""
     async with (
-        small_server(model, max_unread_mb=1) as server,
-        unread(server.address, NUM_PLACES, NUM_LONG) as calls,
+        small_server(model, max_unread_mb=1) as (server, target),
+        all_placed(server, target) as calls,
     ):
-        await all_placed(server)
         admission = server.orchestrator.admission
         await eventually(lambda: admission.num_requests <= 1)
         ends = [await read_on(call) for call in calls]
@@ -187,10 +190,9 @@ async def test_a_write_that_is_cancelled_is_no_error(
 ) -> None:
     caplog.set_level(logging.INFO)
     async with (
-        small_server(model) as server,
-        unread(server.address, NUM_PLACES, NUM_LONG) as calls,
+        small_server(model) as (server, target),
+        all_placed(server, target) as calls,
     ):
-        await all_placed(server)
         await asyncio.sleep(0.3)  # until the windows are full
         for call in calls:
             call.cancel()
