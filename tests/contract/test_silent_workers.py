@@ -17,7 +17,7 @@ from coppice.v1 import admin_pb2 as pb
 from tests.contract.serving import Serving, serving, write_model
 from tests.contract.test_unanswered_workers import status_when
 from tests.contract.test_worker_process import start
-from tests.fakes import eventually, generate
+from tests.fakes import eventually, fake_target, generate
 
 pytestmark = pytest.mark.asyncio
 
@@ -48,19 +48,20 @@ def unwatched(pid: int) -> Iterator[None]:
 
 
 async def test_no_request_stays_on_a_silent_worker_or_goes_there(tmp_path: Path) -> None:
-    """Long before the step timeout; and it is used again once it answers."""
+    """Long before the step timeout; and it is used again once it answers.
+
+    The other one is no process of its own: it cannot be silent while this process runs.
+    """
     expected = tuple(generate(PROMPT, NUM_TOKENS))
-    async with start() as one, start() as two:
-        addresses = {await one.ready(): one, await two.ready(): two}
+    async with start() as stopped, fake_target() as other:
+        address = await stopped.ready()
         async with serving(
-            write_model(tmp_path / "model"), list(addresses), step_timeout_s=300.0
+            write_model(tmp_path / "model"), [address, other], step_timeout_s=300.0
         ) as server:
             assert (await ask(server)).token_ids == expected
-            stopped = addresses[server.orchestrator.pool.targets[0].address]
             with unwatched(stopped.pid):
                 os.kill(stopped.pid, signal.SIGSTOP)
                 requests = [asyncio.create_task(ask(server)) for _ in range(4)]
-                (address,) = [at for at, process in addresses.items() if process is stopped]
                 silent = await status_when(server, address, lambda w: "says nothing" in w.problem)
                 assert silent.state == pb.WORKER_STATE_SILENT and silent.state_s >= 2.0
                 assert silent.problem.endswith("its session ends after 5 s")

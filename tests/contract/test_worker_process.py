@@ -38,13 +38,19 @@ pytestmark = pytest.mark.asyncio
 
 ROOT = Path(__file__).resolve().parents[2]
 
+PATIENT_S = 60.0
+"""An engine that has to wait for a core for seconds is not hung."""
+BRIEF_S = 11.0
+"""Shorter than a step of `Plodding`."""
 WORKER = textwrap.dedent(
     """
     import sys
     from shared.config import DraftConfig, TargetConfig
+    from shared.rpc import engine_watch
     from shared.rpc.worker import run_worker
 
-    role, factory, port, lease_dir, spare_after_s, metrics_port = sys.argv[1:7]
+    role, factory, port, lease_dir, spare_after_s, metrics_port, floor_s = sys.argv[1:8]
+    engine_watch.FLOOR_S = float(floor_s)
     if role == "target":
         from target_service.server import create_worker
         config_type = TargetConfig
@@ -111,8 +117,14 @@ async def start(
     lease_dir: str = "",
     spare_after_s: float = 0.0,
     metrics_port: int = 0,
+    floor_s: float = PATIENT_S,
 ) -> AsyncIterator[Process]:
-    more = (str(port), lease_dir, str(spare_after_s), str(metrics_port))
+    """Start a worker.
+
+    Args:
+        floor_s: How long its engine may be silent at least before it counts as hung.
+    """
+    more = (str(port), lease_dir, str(spare_after_s), str(metrics_port), str(floor_s))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", WORKER, role, factory(engine), *more),
         cwd=ROOT,
@@ -197,7 +209,8 @@ async def test_failing_engine_ends_the_worker_and_its_log_says_why() -> None:
 
 
 async def test_an_engine_that_hangs_says_where_before_it_is_killed() -> None:
-    async with start(engine="create_hanging") as worker, Peer(await worker.ready()) as peer:
+    hanging = start(engine="create_hanging", floor_s=FLOOR_S)
+    async with hanging as worker, Peer(await worker.ready()) as peer:
         await peer.target_session().send(target_open("hang"))
         code, _, errors = await worker.end()
         assert code == 1
@@ -206,8 +219,9 @@ async def test_an_engine_that_hangs_says_where_before_it_is_killed() -> None:
 
 
 async def test_a_slow_engine_is_not_taken_for_hung() -> None:
-    """Its steps take longer than an engine may be silent by default."""
-    async with start(engine="create_plodding") as worker, Peer(await worker.ready()) as peer:
+    """Its steps take longer than an engine may be silent."""
+    plodding = start(engine="create_plodding", floor_s=BRIEF_S)
+    async with plodding as worker, Peer(await worker.ready()) as peer:
         session = peer.target_session()
         await session.send(target_open("slow"))
         assert (await session.next(AcceptedPath)).request_id == "slow"
@@ -217,7 +231,7 @@ async def test_a_slow_engine_is_not_taken_for_hung() -> None:
 @pytest.mark.parametrize("signalled", ["front", "engine"])
 async def test_a_worker_that_is_stopped_ends_by_itself(signalled: str) -> None:
     """With nobody who supervises it, as in a container; the engine is idle."""
-    async with start() as worker, Peer(await worker.ready()) as peer:
+    async with start(floor_s=FLOOR_S) as worker, Peer(await worker.ready()) as peer:
         engine = engine_pid(await target_info(peer))
         os.kill(engine if signalled == "engine" else worker.pid, signal.SIGSTOP)
         code, _, errors = await worker.end()
@@ -252,7 +266,8 @@ async def test_a_spare_engine_takes_over_at_the_same_address(
         seen = await asyncio.to_thread(scrape, f"http://127.0.0.1:{metrics_port}/metrics")
         return seen.value("coppice_engine_ends_total", **labels)
 
-    async with start(spare_after_s=0.1, metrics_port=metrics_port) as worker:
+    floor_s = FLOOR_S if cause == "hung" else PATIENT_S
+    async with start(spare_after_s=0.1, metrics_port=metrics_port, floor_s=floor_s) as worker:
         address = await worker.ready()
         assert await num_ends() == 0
         async with Peer(address) as peer:

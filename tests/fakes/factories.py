@@ -87,10 +87,10 @@ def create_hanging(config: WorkerConfig, progress: ProgressCallback) -> Hanging:
 
 
 class Plodding(FakeTarget):
-    """A target whose steps take 7 s each, and say that they go on, as the layers of a model do."""
+    """A target whose steps take 13 s each, and say that they go on, as the layers of a model do."""
 
     def step(self) -> list[Any]:
-        for _ in range(70):
+        for _ in range(130):
             note_progress()
             time.sleep(0.1)
         return super().step()
