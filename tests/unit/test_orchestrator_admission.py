@@ -17,6 +17,8 @@ from shared.errors import InvalidArgumentError, ResourceExhaustedError, Unavaila
 from tests.fakes.in_memory import run_virtual, virtual
 from tests.siblings import some_siblings
 
+pytestmark = pytest.mark.usefixtures("repeatable_turns")
+
 NUM_PLACES = 60
 HOP_S = 0.003
 Durations = Callable[[random.Random], float]
@@ -25,6 +27,12 @@ DURATIONS: dict[str, Durations] = {
     "any": lambda rng: rng.expovariate(0.5),
     "long": lambda rng: rng.uniform(10.0, 30.0),
 }
+
+
+@pytest.fixture
+def repeatable_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the queue draw the same delays each time: how many requests a client has is chance."""
+    monkeypatch.setattr("orchestrator.virtual_queue.random", random.Random(11))
 
 
 @dataclass
