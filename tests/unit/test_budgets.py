@@ -389,7 +389,7 @@ def test_beside_prompts_that_would_end_trees_nobody_begins_to_have_one(*, has_tr
 
 
 def test_a_decision_takes_little_time() -> None:
-    """0.14 ms on a server's core for 256 requests; here other tests may run beside it."""
+    """0.14 ms on a server's core for 256 requests; this one may be far slower."""
     costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
     budget = TreeBudget(costs, LADDER, 256, clock=lambda: 0.0)
     slots, caps = np.arange(256), np.full(256, len(LADDER))
@@ -398,7 +398,7 @@ def test_a_decision_takes_little_time() -> None:
         began_s = time.thread_time()
         budget.decide(slots, caps)
         took_s.append(time.thread_time() - began_s)
-    assert min(took_s) < 2e-3
+    assert min(took_s) < 5e-3
 
 
 @pytest.mark.parametrize(

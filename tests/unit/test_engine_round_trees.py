@@ -159,6 +159,7 @@ def test_nothing_more_is_read_where_nobody_asks(
         assert all(("taken_parents" in step) is asks for step in device_steps)
 
 
+@pytest.mark.usefixtures("patient_grammars")
 @pytest.mark.parametrize("has_draft", [True, False])
 def test_trees_with_a_grammar_are_those_that_it_leaves(models: Models, *, has_draft: bool) -> None:
     """Pruned, and with what it forces: also where there is no draft."""

@@ -231,6 +231,7 @@ def test_an_end_that_is_behind_keeps_its_channel(
 ) -> None:
     """A draft that joins many long requests gets their rows faster than it can read them."""
     monkeypatch.setattr(channel_module, "_MAX_BACKLOG_BYTES", 1 << 20)
+    monkeypatch.setattr(channel_module, "_MAX_SILENCE_S", 600.0)  # this process may stand still
     count = 40
     received = 0
     for _ in range(count):

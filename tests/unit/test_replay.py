@@ -152,6 +152,7 @@ def test_replayed_steps_give_the_plain_output(models: Models, kind: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient_grammars")
 @pytest.mark.parametrize("kind", first_fast(["eagle3", "standalone"]))
 def test_trees_with_grammars_grow_by_replays(models: Models, kind: str) -> None:
     """Depth by depth: each reads what the graph of the depth before has left."""
