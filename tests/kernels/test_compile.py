@@ -23,7 +23,7 @@ def compiled(module: str, *args: str, cache: Path) -> subprocess.CompletedProces
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=540,
     )
 
 

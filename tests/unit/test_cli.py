@@ -21,7 +21,6 @@ from coppice.cli.render import TokenPrinter, stats_rows
 from coppice.cli.request_options import SAMPLING, SHAPE, request_keywords
 from coppice.request import RequestOptions, build_request
 from coppice.stack import StackConfig
-from coppice.stack.ports import free_ports
 from coppice.v1 import generation_pb2 as pb
 from shared.config import DraftConfig, GatewayConfig, OrchestratorConfig, TargetConfig
 from shared.config.check import parse_shape
@@ -34,6 +33,7 @@ from shared.messages import (
     TokenDelta,
     TreeShape,
 )
+from tests.scrape import free_ports
 
 
 @pytest.fixture(autouse=True)
@@ -153,8 +153,7 @@ def test_without_a_server_it_says_at_once_what_to_start(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(options, "CONNECT_TIMEOUT_S", 3600.0)
-    with free_ports(1) as (port,):
-        pass
+    port = free_ports(1)
     assert main([*command, "--server", f"127.0.0.1:{port}"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1

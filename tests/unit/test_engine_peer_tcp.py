@@ -28,6 +28,7 @@ from tests.engines import KINDS, SHAPES, Models, make_draft, make_target, plain_
 from tests.local_pair import LocalRequest
 from tests.marks import first_fast
 from tests.peer_pair import close_channels, peer_rounds
+from tests.scrape import free_ports
 from tests.tcp_pair import ACROSS_HOSTS, TcpPeerPair, wait_for
 
 Engines = tuple[TargetEngine, DraftEngine]
@@ -201,14 +202,16 @@ def run_until_dialled(draft: DraftEngine) -> list[Any]:
     return answers
 
 
-def test_an_order_waits_until_it_is_known_who_orders(make: Make) -> None:
+def test_an_order_waits_until_it_is_known_who_orders(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The orchestrator's is followed by a draft that could not be attached, and by no other."""
+    monkeypatch.setattr(tcp, "_RETRY_S", (300.0, 300.0))
     target, draft = make("standalone")
     for message in opened("attached", target, target.info.peer_address):
         draft.submit(message)
     assert run_until_dialled(draft) == []
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = free_ports(1)
     for message in opened("relayed", target, f"127.0.0.1:{port}/{'0' * 32}"):
         draft.submit(message)
     (tree,) = run_until_dialled(draft)

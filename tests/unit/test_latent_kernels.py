@@ -92,4 +92,4 @@ def test_nothing_of_it_is_imported_before_a_gpu_asks_for_it() -> None:
         "import sys, shared.models.llama, shared.kernels.latent_attention\n"
         f"assert not {{'triton.experimental.gluon', '{MODULE}'}} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -43,7 +43,7 @@ def test_config_and_hashes_do_not_import_torch() -> None:
         "import sys; import shared.models.config, shared.models.checkpoint; "
         "sys.exit(int('torch' in sys.modules or 'transformers' in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
 def test_old_and_new_names_of_the_config_mean_the_same(tmp_path: Path) -> None:

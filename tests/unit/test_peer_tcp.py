@@ -19,6 +19,7 @@ from shared.config.exposure import is_loopback
 from shared.peer import tcp
 from shared.peer.channel import PeerChannel, PeerChannels, PeerLost
 from shared.peer.tcp import PeerAddress, TcpDialer, TcpListener
+from tests.scrape import free_ports
 from tests.unit.test_peer_channel import BREAKS, order, rows, trees, wire_of
 
 SECRET = b"0123456789abcdef"
@@ -292,8 +293,7 @@ def test_a_draft_proves_nothing_to_who_is_no_target(ends: Ends, answer: bytes) -
 def test_dials_that_fail_become_rare(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr(tcp, "time", SimpleNamespace(monotonic=lambda: now_s))
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = PeerAddress("127.0.0.1", closed.getsockname()[1], bytes(16))
+    address = PeerAddress("127.0.0.1", free_ports(1), bytes(16))
     for _ in range(4):
         assert ends.dial(address) is None
         assert not ends.dialer.dial(address)
@@ -321,7 +321,8 @@ def test_nothing_is_left_of_channels_that_end(caplog: pytest.LogCaptureFixture) 
         with ends.connect():  # in the middle of its handshake
             ends.dialer.dial(ends.address)  # and nobody asks what came of it
             ends.close()
-    assert left() == before
+    # What other tests have left may end meanwhile.
+    assert all(now <= then for now, then in zip(left(), before, strict=True)), (left(), before)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import pytest
 
 from coppice.health import HealthProbe
 from coppice.stack import process as process_module
-from coppice.stack.ports import free_ports
 from coppice.stack.process import (
     PROBE_INTERVAL_S,
     PROBE_TIMEOUT_S,
@@ -23,6 +22,7 @@ from coppice.stack.process import (
     ServiceState,
 )
 from tests.processes import is_alive, wait_for
+from tests.scrape import free_ports
 
 # A service with a child in its group, as a worker has an engine. It writes the child's pid.
 SERVICE = textwrap.dedent(
@@ -69,8 +69,7 @@ def make_service(tmp_path: Path) -> Iterator[MakeService]:
     made: list[ServiceProcess] = []
 
     def make(mode: str, *, is_restarted: bool = True) -> ServiceProcess:
-        with free_ports(1) as (port,):
-            pass
+        port = free_ports(1)
         service = ServiceProcess(
             "fake-0",
             [sys.executable, str(script), str(port), mode],
