@@ -648,7 +648,7 @@ async def test_a_stream_goes_on_when_its_orchestrator_is_replaced(model: Path) -
 
 
 async def test_draining_lets_requests_end_and_takes_none(model: Path) -> None:
-    async with one(model, step_s=0.005, drain_timeout_s=4.0) as (front, _, target, draft):
+    async with one(model, step_s=0.005, drain_timeout_s=10.0) as (front, _, target, draft):
         asked: dict[str, Any] = {"model": model.name, "prompt": "ab"}
         short = await front.client().completions.create(**asked, max_tokens=20, stream=True)
         long = await front.client().completions.create(**asked, max_tokens=3000, stream=True)

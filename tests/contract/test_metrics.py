@@ -102,7 +102,7 @@ async def test_who_never_reads_the_end_has_not_finished(
     port = free_ports(1)
     url = f"http://127.0.0.1:{port}/metrics"
     async with (
-        small_server(model, read_timeout_s=1.0, metrics_port=port) as (server, _),
+        small_server(model, read_timeout_s=3.0, metrics_port=port) as (server, _),
         unread(server.address, 2, 400),
     ):
         async with asyncio.timeout(60):
