@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from coppice import AsyncClient
 from coppice.gateway.fields import ChatFields, CompletionFields
+from shared.messages import FeatureChunk
 from shared.metrics.catalog import METRICS
 from tests.browser import Browser, Page, browsing, find_browser
 from tests.contract.serving import freed, write_model
@@ -93,10 +94,13 @@ TEXT = "[...document.querySelectorAll('pre')].map(pre => pre.textContent)"
 @asyncio_test
 async def test_a_prompt_is_typed_and_both_sides_stream(browser: Browser, model: Path) -> None:
     """By keys alone; text, colours, figures and rounds are those of the API."""
-    async with one(model, step_s=0.02) as (front, server, target, draft):  # a draft is in time
+    async with one(model, step_s=0.5) as (front, server, target, draft):
         page = await opened(browser, front)
         await fill(page, prompt="ab", tokens=60, seed=3)
         await page.press("Enter", ctrl=True)
+        received = draft.engine.received  # it has read the prompt before many rounds are over
+        await eventually(lambda: any(isinstance(each, FeatureChunk) for each in received))
+        target.handle.step_s = 0.02
         said = await page.until("document.querySelector('#same').textContent")
         assert said.startswith("The same text, character by character")
         async with AsyncClient(server.address) as client:
