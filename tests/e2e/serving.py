@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from shared.config.loader import to_arguments
 from shared.peer.ring import RING_DIR
 from shared.rpc.health_names import DRAFT_SERVICE, SPECULATION_SERVICE, TARGET_SERVICE
 from tests.processes import is_alive, is_spawned, members_of, oldest, wait_for
+from tests.scrape import free_ports
 
 READY_TIMEOUT_S = 300.0
 # What a worker still holds a moment after its last request has ended is a leak.
@@ -168,7 +168,7 @@ class Server(Stack):
         return news[1] in last
 
     @contextlib.contextmanager
-    def slowed(self, name: str, *, pause_s: float = 0.5) -> Iterator[None]:
+    def slowed(self, name: str, *, pause_s: float = 1.0) -> Iterator[None]:
         """Let the engine of a worker run for 20 ms between pauses, as long as the block takes.
 
         It goes on, so that nobody takes it for hung.
@@ -213,9 +213,7 @@ def running(config: StackConfig) -> Iterator[Server]:
 @contextlib.contextmanager
 def orchestrator_process(server: Server, **fields: Any) -> Iterator[ServiceProcess]:
     """Run one more orchestrator, like that of a server but for some fields of its configuration."""
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
+    port = free_ports(1)
     config = replace(server.config.orchestrator, port=port, **fields)
     process = ServiceProcess(
         "extra",

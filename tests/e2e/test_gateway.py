@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,6 +37,7 @@ from tests.e2e.serving import (
 from tests.e2e.streaming import streams
 from tests.marks import exhaustive
 from tests.processes import wait_for, with_path
+from tests.scrape import free_ports
 
 pytestmark = pytest.mark.slow
 
@@ -344,10 +344,7 @@ def test_its_environment_has_no_secret(front: Server) -> None:
 
 def test_a_gateway_of_others_serves_it_as_it_is(front: Server, tmp_path: Path) -> None:
     """smg tokenizes, renders and parses; the orchestrator answers it as an engine of vLLM's."""
-    with socket.socket() as first, socket.socket() as second:
-        for reserved in (first, second):
-            reserved.bind(("127.0.0.1", 0))
-        port, metrics_port = (reserved.getsockname()[1] for reserved in (first, second))
+    port, metrics_port = free_ports(1), free_ports(1)
     model = resources.files("coppice") / "bundled" / "target"
     command = [sys.executable, "-m", "smg.launch_router", "--host=127.0.0.1", f"--port={port}"]
     command += [f"--prometheus-port={metrics_port}", "--model-path", str(model)]
