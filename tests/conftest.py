@@ -22,7 +22,12 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 # The same examples each time; how long one takes is up to what else the machine does.
 hypothesis.settings.register_profile(
-    "repeatable", derandomize=True, deadline=None, database=None, max_examples=100
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=100,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("repeatable")
 
