@@ -78,6 +78,11 @@ class Stream:
         lengths = [len(delta.token_ids) for delta in list(self.deltas)[since:]]
         return [length for length in lengths if length > 1]
 
+    def drafted_rounds(self) -> list[tuple[int, int]]:
+        """Return (token offset, tokens) of each round in which drafts were accepted."""
+        rounds = [(delta.token_offset, len(delta.token_ids)) for delta in list(self.deltas)]
+        return [(offset, length) for offset, length in rounds if length > 1]
+
     def _lengths(self, last: int) -> list[int]:
         lengths: list[int] = []
         for delta in reversed(self.deltas):
