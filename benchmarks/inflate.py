@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.inflation import SHAPES, Checkpoint, Recipe, inflate_pair
-from shared.models.checkpoint import resolve_model
+from shared.models.checkpoint_names import resolve_model
 
 TARGET, HEAD = "target", "eagle3"
 MAX_SHARD_BYTES = 5 * 10**8

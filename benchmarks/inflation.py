@@ -210,7 +210,7 @@ class InflatedReader(CheckpointReader):
     def read_ahead(self, stacks: Iterable[Sequence[str]]) -> None:
         """Do nothing: there is nothing to read."""
 
-    def _read_stack(self, infos: Sequence[TensorInfo], dtype: torch.dtype | None) -> torch.Tensor:
+    def read_stack(self, infos: Sequence[TensorInfo], dtype: torch.dtype | None) -> torch.Tensor:
         values = torch.empty((len(infos), *infos[0].shape), dtype=dtype, device=self._device)
         for info, to in zip(infos, values, strict=True):
             to.copy_(self._recipes[info.name].make(info.name, self._device))

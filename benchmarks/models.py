@@ -20,7 +20,8 @@ from draft_service.engine_factory import create_engine as create_draft_engine
 from shared.config import QUANTIZATIONS, DraftConfig, TargetConfig
 from shared.device import resolve_device
 from shared.models import eagle3, llama
-from shared.models.checkpoint import CheckpointReader, resolve_model
+from shared.models.checkpoint import CheckpointReader
+from shared.models.checkpoint_names import resolve_model
 from target_service.engine import TargetEngine
 from target_service.engine_factory import create_engine as create_target_engine
 

@@ -33,7 +33,7 @@ import torch
 from benchmarks.inflate import write_checkpoint
 from benchmarks.inflation import Checkpoint, Recipe
 from shared.kernels.quantized import SCALE_BLOCK
-from shared.models.checkpoint import resolve_model
+from shared.models.checkpoint_names import resolve_model
 
 WEIGHTS = ("fp8", "bf16")
 FP8 = torch.float8_e4m3fn

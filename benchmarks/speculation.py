@@ -32,7 +32,7 @@ from coppice.stack import Stack
 from coppice.stack.config import stack_config
 from shared.config import OrchestratorConfig
 from shared.messages import SpeculationStats
-from shared.models.checkpoint import resolve_model
+from shared.models.checkpoint_names import resolve_model
 
 PROMPTS = Path(__file__).parent / "prompts" / "heldout.jsonl"
 SEED = 1234

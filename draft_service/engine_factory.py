@@ -35,12 +35,7 @@ from shared.kernels.token_mask import compile_token_masks
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.messages import MAX_NUM_STEPS, MAX_TOPK, WorkerInfo
-from shared.models.checkpoint import (
-    resolve_model,
-    stored_bytes,
-    tokenizer_hash,
-    weight_bytes,
-)
+from shared.models.checkpoint_names import resolve_model, tokenizer_hash
 from shared.models.config import (
     DraftKind,
     HeadConfig,
@@ -54,6 +49,7 @@ from shared.models.draft import DraftModel, load_draft
 from shared.models.hub import last_part
 from shared.models.quantization import draft_quantization_while_loading, read_quantization
 from shared.models.tensor_reads import report_reads
+from shared.models.weight_memory import stored_bytes, weight_bytes
 from shared.rpc.engine import ProgressCallback
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from shared.errors import EXIT_CONFIG, ConfigError, UnavailableError
 from shared.memory import settle_garbage, tended
 from shared.metrics.samples import Samples
 from shared.metrics.server import MetricsServer
-from shared.models.checkpoint import resolve_model, tokenizer_hash
+from shared.models.checkpoint_names import resolve_model, tokenizer_hash
 from shared.models.hub import fetch, is_hub_name
 from shared.rpc.gate import front_gate, log_exposure
 from shared.rpc.health_names import ORCHESTRATOR_SERVICE, SPECULATION_SERVICE, process_name

@@ -23,7 +23,7 @@ from shared.kernels.token_mask import compile_token_masks
 from shared.kv.pool import KVPool
 from shared.ladder import LADDER
 from shared.messages import FeatureSpec, WorkerInfo
-from shared.models.checkpoint import tokenizer_hash
+from shared.models.checkpoint_names import tokenizer_hash
 from shared.models.config import ModelConfig
 from shared.models.hub import last_part
 from shared.peer.channel import PeerChannels, PeerListener

@@ -23,13 +23,14 @@ from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
 from shared.messages import MAX_TREE_NODES, FeatureSpec
 from shared.models.broken_tensors import describe_broken_tensors
-from shared.models.checkpoint import resolve_model, stored_bytes, weight_bytes
+from shared.models.checkpoint_names import resolve_model
 from shared.models.config import ModelConfig, feature_spec, resolve_draft
 from shared.models.digest import start_model_hash
 from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
 from shared.models.quantization import quantization_while_loading
 from shared.models.tensor_reads import report_reads
+from shared.models.weight_memory import stored_bytes, weight_bytes
 from shared.rpc.engine import ProgressCallback
 from target_service.runner import TargetRunner
 

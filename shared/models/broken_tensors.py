@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from shared.models.checkpoint import FLOAT_DTYPES
-from shared.models.tensor_files import read_tensor_infos
+from shared.models.tensor_files import FLOAT_DTYPES, read_tensor_infos
 from shared.models.tensor_reads import open_weights
 
 _MAX_NAMED = 4

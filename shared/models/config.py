@@ -10,7 +10,7 @@ from pathlib import Path
 from shared.errors import CheckpointError, ConfigError
 from shared.messages import MAX_NUM_STEPS, FeatureSpec
 from shared.models.assistant_config import ASSISTANT_ARCHITECTURES, AssistantConfig
-from shared.models.checkpoint import DEMO, resolve_model, tokenizer_hash
+from shared.models.checkpoint_names import DEMO, resolve_model, tokenizer_hash
 from shared.models.decoder_config import (
     ModelConfig,
     architecture_of,

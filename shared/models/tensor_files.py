@@ -13,6 +13,10 @@ from typing import Any
 from shared.errors import CheckpointError
 from shared.models import pickled
 
+# Names of dtypes as safetensors headers have them.
+FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+FP8_DTYPE = "F8_E4M3"
+BYTES_DTYPE = "U8"
 # Bytes of a value; types that are packed are not here.
 _ITEM_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),

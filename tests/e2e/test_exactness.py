@@ -20,7 +20,7 @@ import pytest
 from coppice import Completion, SpeculationStats
 from coppice.v1 import tree_pb2
 from shared.messages import SamplingParams, TreeShape
-from shared.models.checkpoint import resolve_model
+from shared.models.checkpoint_names import resolve_model
 from tests.e2e.serving import (
     PlainOutputs,
     Server,

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from coppice import Client, Completion, FinishInfo, TokenDelta
 from shared.messages import FinishReason, GenerateEvent
-from shared.models.checkpoint import resolve_model
+from shared.models.checkpoint_names import resolve_model
 from tests.e2e.serving import Server, generate_all, generate_plain
 from tests.processes import wait_for
 

@@ -16,17 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from shared.errors import CheckpointError
 from shared.models import digest
-from shared.models.checkpoint import (
-    CheckpointReader,
-    resolve_model,
-    stored_bytes,
-    tokenizer_hash,
-)
+from shared.models.checkpoint import CheckpointReader
+from shared.models.checkpoint_names import resolve_model, tokenizer_hash
 from shared.models.digest import HashCache, default_cache_dir, model_hash, start_model_hash
 from shared.models.draft import load_draft
 from shared.models.llama import CausalLM
 from shared.models.tensor_files import read_tensor_infos
 from shared.models.tensor_reads import report_reads
+from shared.models.weight_memory import stored_bytes
 from tests import checkpoints
 from tests.checkpoints import Tensors, edit_checkpoint
 

@@ -13,12 +13,12 @@ import transformers
 
 from shared.errors import CheckpointError
 from shared.messages import SamplingParams, TokenTree
-from shared.models.checkpoint import weight_bytes
 from shared.models.config import ModelConfig
 from shared.models.experts_config import ExpertsConfig, ExpertTensors, Scoring
 from shared.models.llama import CausalLM
 from shared.models.quantization import read_quantization
 from shared.models.rope_config import RopeKind
+from shared.models.weight_memory import weight_bytes
 from tests.checkpoints import Tensors, edit_checkpoint, read_tensors, write_eagle3
 from tests.engines import (
     SHAPES,

@@ -18,7 +18,7 @@ from orchestrator import server as orchestrator
 from shared.config import OrchestratorConfig, served_name
 from shared.errors import CheckpointError
 from shared.models import hub
-from shared.models.checkpoint import resolve_model
+from shared.models.checkpoint_names import resolve_model
 from shared.models.config import resolve_draft
 from shared.models.tensor_files import read_tensor_infos
 from tests import checkpoints

@@ -34,7 +34,8 @@ from shared.kernels import products_cpu
 from shared.kernels.expert_choice import ChosenExperts, choose_experts
 from shared.messages import SamplingParams, TreeShape
 from shared.models import experts
-from shared.models.checkpoint import CheckpointReader, resolve_model
+from shared.models.checkpoint import CheckpointReader
+from shared.models.checkpoint_names import resolve_model
 from shared.models.config import ModelConfig, feature_spec
 from shared.models.digest import model_hash
 from shared.models.llama import CausalLM

@@ -14,9 +14,10 @@ import torch
 from shared.errors import CheckpointError
 from shared.kernels.int4 import Int4Weight
 from shared.messages import SamplingParams, TreeShape
-from shared.models.checkpoint import CheckpointReader, weight_bytes
+from shared.models.checkpoint import CheckpointReader
 from shared.models.int4_config import parse_int4
 from shared.models.llama import CausalLM
+from shared.models.weight_memory import weight_bytes
 from tests import checkpoints
 from tests.checkpoints import Shape, Tensors, edit_checkpoint
 from tests.engines import Pairing, fresh, make_draft, make_target, random_tokens, run_plain

@@ -17,7 +17,8 @@ from shared.kv.allocator import OutOfPagesError
 from shared.kv.layout import KVLayout
 from shared.kv.pool import KVPool
 from shared.kv.sizing import choose_num_pages, require_room
-from shared.models.checkpoint import resolve_model, weight_bytes
+from shared.models.checkpoint_names import resolve_model
+from shared.models.weight_memory import weight_bytes
 from shared.step.packing import RowBlocks, pack_rows
 from shared.step.staging import Staging
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from shared.models.checkpoint import resolve_model, tokenizer_hash
+from shared.models.checkpoint_names import resolve_model, tokenizer_hash
 from shared.models.config import DraftKind, ModelConfig, feature_spec, resolve_draft
 from shared.models.digest import model_hash
 from shared.models.draft import load_draft

@@ -40,7 +40,7 @@ def read(directory: Path) -> ModelConfig:
 
 def test_config_and_hashes_do_not_import_torch() -> None:
     code = (
-        "import sys; import shared.models.config, shared.models.checkpoint; "
+        "import sys; import shared.models.config, shared.models.weight_memory; "
         "sys.exit(int('torch' in sys.modules or 'transformers' in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

@@ -15,13 +15,13 @@ import torch
 from shared.device import require_heads_fit
 from shared.errors import CheckpointError, ConfigError
 from shared.kv.layout import CacheShape, KVLayout
-from shared.models.checkpoint import weight_bytes
 from shared.models.config import ModelConfig
 from shared.models.layer_heads import LayerHeads
 from shared.models.llama import CausalLM
 from shared.models.per_layer_config import PerLayerConfig
 from shared.models.rope import rope_frequencies
 from shared.models.rope_config import parse_rope
+from shared.models.weight_memory import weight_bytes
 from tests import checkpoints, families
 from tests.paged import PagedKV
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from shared.errors import CheckpointError
-from shared.models.checkpoint import CheckpointReader, stored_bytes, weight_bytes
+from shared.models.checkpoint import CheckpointReader
 from shared.models.digest import HashCache, model_hash
 from shared.models.draft import load_draft
 from shared.models.tensor_files import read_tensor_infos
+from shared.models.weight_memory import stored_bytes, weight_bytes
 from tests import checkpoints
 from tests.engines import Pairing, make_target
 

@@ -17,7 +17,7 @@ from orchestrator.pairing import ModelIdentity
 from shared.errors import CheckpointError
 from shared.kernels.quantized import QuantizedWeight, are_numbers, quantize, spread_scales
 from shared.messages import SamplingParams, TokenTree
-from shared.models.checkpoint import CheckpointReader, weight_bytes
+from shared.models.checkpoint import CheckpointReader
 from shared.models.draft import load_draft
 from shared.models.llama import CausalLM
 from shared.models.quantization import (
@@ -27,6 +27,7 @@ from shared.models.quantization import (
     has_fp8_rows,
     quantization_while_loading,
 )
+from shared.models.weight_memory import weight_bytes
 from tests import checkpoints, families
 from tests.checkpoints import Shape, Tensors, edit_checkpoint
 from tests.deepseek import write_deepseek
@@ -420,7 +421,7 @@ def test_output_layers_of_drafts_become_fp8(
         made.append(weight)
         return quantize(weight, **options)
 
-    monkeypatch.setattr("shared.kernels.quantized.quantize", note)
+    monkeypatch.setattr("shared.models.checkpoint.quantize", note)
     pairing = models.pairing(kind)
     draft = load_draft(
         kind,
@@ -557,7 +558,7 @@ def test_the_output_layer_of_a_target_stays(
 ) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(
-        "shared.kernels.quantized.quantize",
+        "shared.models.checkpoint.quantize",
         lambda weight, **options: sizes.append(len(weight)) or quantize(weight, **options),
     )
     model = CausalLM.from_checkpoint(models.llama, CPU, torch.float32, quantization="fp8")
