@@ -29,4 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     with HealthProbe(arguments.address, tls=tls_of(arguments)) as probe:
         status = probe.status(arguments.service, timeout_s=arguments.timeout_s)
     sys.stdout.write(status + "\n")
+    if status == "UNREACHABLE":
+        sys.stderr.write(
+            f"coppice: nothing at {arguments.address} answers grpc.health.v1; of a gateway name "
+            "its --health-port, or ask GET /health of its HTTP port\n"
+        )
     return 0 if status == "SERVING" else 1

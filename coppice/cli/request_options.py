@@ -103,6 +103,11 @@ def request_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
     names = [flag[2:].replace("-", "_") for flag, _, _ in (*SAMPLING, *SHAPE)]
     names += ["min_new_tokens", "stop_strings", "stop_token_ids", "request_id"]
     keywords = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if arguments.max_new_tokens < 0:
+        raise ConfigError(
+            f"--max-new-tokens is {arguments.max_new_tokens}, expected 1 or more, or 0 = up to the "
+            "context length"
+        )
     keywords["max_new_tokens"] = arguments.max_new_tokens or None
     for name in ("ignore_eos", "include_stop_in_output"):
         if getattr(arguments, name):

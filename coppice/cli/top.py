@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--interval-s", type=float, default=1.0, help="seconds between two looks (default: 1)"
     )
-    parser.add_argument("--once", action="store_true", help="print one view and end")
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="print one view and end, as it does where the output is no terminal",
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show a view of the last interval, again and again until Ctrl-C."""
+    """Show a view of the last interval, again and again until Ctrl-C; once where the output is no
+    terminal, which could not be overwritten.
+    """
     from rich.console import Group
     from rich.live import Live
 
@@ -37,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         before = sample(client)
         time.sleep(arguments.interval_s)
         now = sample(client)
-        if arguments.once:
+        if arguments.once or not sys.stdout.isatty():
             print_table(*frame(before, now))
             return 0
         with Live(Group(*frame(before, now)), screen=True, auto_refresh=False) as live:

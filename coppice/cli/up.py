@@ -21,7 +21,8 @@ from shared.config.loader import (
     variable_name,
     variables_of,
 )
-from shared.errors import EXIT_CONFIG, ConfigError
+from shared.errors import EXIT_CONFIG, CheckpointError, ConfigError
+from shared.models.checkpoint_names import check_local_model
 
 if TYPE_CHECKING:
     from coppice.cli.progress import StackProgress
@@ -62,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     from coppice.cli.progress import StackProgress
 
     config = config_of(arguments)
+    _check_models(config)
     asked_to_stop = threading.Event()
     starting = threading.Event()
     starting.set()
@@ -90,6 +92,20 @@ def run(arguments: argparse.Namespace) -> int:
     progress.note("stopping; running requests may finish, Ctrl-C again ends them")
     stack.stop()
     return 0
+
+
+def _check_models(config: StackConfig) -> None:
+    """Raise ConfigError naming the option of a checkpoint that is not there, before services start:
+    each of them needs seconds to find out.
+    """
+    named = {"--target-model": config.target.model}
+    if config.num_drafts:
+        named["--draft-model"] = config.draft.model
+    for flag, model in named.items():
+        try:
+            check_local_model(model)
+        except CheckpointError as error:
+            raise ConfigError(f"{flag}: {error}") from None
 
 
 def _announce(progress: StackProgress, stack: Stack, config: StackConfig) -> None:

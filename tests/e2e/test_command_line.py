@@ -177,7 +177,8 @@ def test_up_with_a_checkpoint_that_is_not_there() -> None:
         "up", "--device=cpu", "--port=0", "--target-model=/nowhere", "--draft-model=none"
     )
     assert result.returncode == 2
-    assert "/nowhere holds no config.json" in result.stderr
+    assert "--target-model: there is no directory /nowhere" in result.stderr
+    assert result.stderr.count("\n") == 1  # nothing was started
 
 
 def test_errors_of_the_server_are_printed(server: str) -> None:

@@ -215,6 +215,9 @@ def test_top_shows_workers_requests_and_rounds(
     with streams(quartet.address, REQUESTS * 2) as running:
         for stream in running:
             stream.reaches(20)
+        # Into a pipe it shows one view without being asked to.
+        assert main(["top", "--interval-s=0.3", *at(quartet)]) == 0
+        assert "tokens per round" in capsys.readouterr().out
         assert main(["top", "--once", "--interval-s=0.3", *at(quartet)]) == 0
         said = capsys.readouterr().out
     for address in (*quartet.target_addresses, *quartet.draft_addresses):

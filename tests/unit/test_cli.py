@@ -132,6 +132,9 @@ def test_unknown_arguments_are_refused(
         (["generate", "hi", "--tls", "--tls-cert-file", "a"], "needs both its file and that of"),
         (["bench", "--tls-ca-file", "/none"], "/none holds no certificates (PEM)"),
         (["health", "a:1", "--tls-server-name", "b"], "with --tls or --tls-ca-file only"),
+        (["generate", "x", "--max-new-tokens", "-1"], "--max-new-tokens is -1, expected 1 or more"),
+        (["up", "--target-model", "/nowhere"], "--target-model: there is no directory /nowhere"),
+        (["up", "--draft-model", "/dev"], "--draft-model: /dev holds no config.json"),
     ],
 )
 def test_impossible_options_exit_with_2_and_the_fix(
@@ -593,5 +596,7 @@ def test_health_of_a_real_server(capsys: pytest.CaptureFixture[str]) -> None:
         server.stop(None).wait()
     assert codes == [0, 0, 1, 1]
     assert main(["health", address, "--timeout-s", "0.2"]) == 1
-    said = capsys.readouterr().out.split()
+    printed = capsys.readouterr()
+    said = printed.out.split()
     assert said == ["SERVING", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN", "UNREACHABLE"]
+    assert f"nothing at {address} answers grpc.health.v1" in printed.err
