@@ -1,3 +1,14 @@
-"""Budgets: how large a tree each request gets in the next round, or none, for the most tokens per
-second of all requests together. `TreeBudget` decides, docs/budgets.md says how.
+"""The tree budget of a target: which tree each request gets in the next rounds, or no tree, so that
+all requests together get the most tokens per second. docs/budgets.md explains the method.
+
+    shapes.py         BudgetedShapes: what the engine calls; turns requests and steps into arrays
+    budget.py         TreeBudget: decides every few rounds; what lasts from one decision to the next
+    deal.py           Dealer: the best trees for one round, given gains and costs
+    acceptance.py     Acceptance: expected tokens of a round, learned from accepted drafts
+    costs.py          RoundCosts: expected time of a round, learned from times of rounds
+    samples.py        RoundSamples: the measured times that RoundCosts learns from
+    round_timer.py    RoundTimer: how long a round of all requests took
+    prompt_rounds.py  PromptRounds: how many rounds share their step with rows of prompts
+    missed.py         what it costs to send a draft the feature rows that it has missed
+    probe.py          Probe: when trees are tried again while all requests rest
 """

@@ -1,15 +1,17 @@
-"""How many tokens a round of a request brings, by the shape of its tree: learned from its rounds.
+"""Learn from rounds how many tokens the next round of a request brings, by the shape of its tree.
 
-The chance that the node below an accepted one is accepted as well is
+The model: given that the node above was accepted, the chance that a node at the next depth is
+accepted is
 
     1 - exp(-exp(mean_ease + ease + depth_offset[depth] + rung_offset[rung]))
 
-where `ease` is the request's own, `mean_ease` that of the texts of the last seconds, and the
-offsets are the draft's: how much harder deep nodes are, and how much more a bushy tree tries than a
-chain, whose offset is 0, because chains begin alike, however long they are. Each round of a request
-is a few trials of that, the last of which may have failed; all four parts are fitted to them by
-Newton steps of a regression with this link (complementary log-log). A request about which little is
-known is as easy as the mean.
+`ease` belongs to the request, `mean_ease` to all texts of the last seconds. The offsets belong to
+the draft: deep nodes are harder, and a bushy tree tries more nodes per depth than a chain. The rung
+offset of a chain is 0, since chains of all lengths begin alike.
+
+A round with n accepted drafts is n successful trials and, unless the tree ended there, one failed
+trial. All four terms are fitted to these trials by Newton steps of a regression with this link
+(complementary log-log). A request about which little is known has the mean ease.
 """
 
 from __future__ import annotations
@@ -25,44 +27,47 @@ from shared.messages import TreeShape
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# Ease of the classes into which requests fall: from one draft in 14 accepted to all of them. Those
-# of the first class get no tree: what it costs is not known so well that less could pay for it.
+# Requests fall into classes of ease: from one draft in 14 accepted (first class) to all of them
+# (last). Requests of the first class get no tree: the cost of a tree is not known well enough to
+# say that so few tokens pay for it.
 _LEAST_EASE, _MOST_EASE = -2.6, 1.4
 _CLASS_WIDTH = 0.125
 NUM_CLASSES = 1 + round((_MOST_EASE - _LEAST_EASE) / _CLASS_WIDTH)
 LAST_HOPELESS_CLASS = 6
-"""One draft in seven is accepted, or fewer: trees bring less than they take even to one request."""
-# Two drafts of three accepted, in a chain: what is expected of a draft that nobody has seen yet.
+"""One draft in seven accepted, or fewer: trees cost more than they bring, even to one request."""
+# First guess of the mean, before any round: in a chain two drafts of three are accepted.
 _FIRST_EASE = math.log(-math.log(1 / 3))
-# More nodes per step make a step succeed as if it were tried so much more often: measured.
+# How the odds of a step grow with the nodes per step (`_first_offset`): measured.
 _BREADTH_GAIN = 0.36
 
-# Of what is known of a request, what is left after another round of it ..
+# Share of the evidence about a request that is kept after each of its rounds with a tree.
 _EVIDENCE_KEPT = 0.96
-# .. and after one without a tree. Beside others with trees its ease goes back to the mean as well:
-# a hard text is tried again after some dozens of rounds.
+# Share that is kept after a round without a tree. While other requests have trees, the ease of a
+# resting request goes back to the mean as well: a hard text is tried again after some dozens of
+# rounds.
 _EVIDENCE_KEPT_AT_REST = 0.995
 # 1 / variance of ease among texts.
 _PRIOR = 2.0
-# Standard deviations of what is known of a request by which it may be easier than it seems.
+# A request counts as easier than its estimate by so many standard deviations, up to the mean.
 _DOUBT = 0.5
-# What the first guesses of the mean and of the offsets are worth, and what is kept per step.
+# Prior evidence for the first guesses of the mean and of the offsets, and the share of evidence
+# that is kept per step.
 _MEAN_PRIOR, _MEAN_EVIDENCE_KEPT, _MEAN_DAMPING = 4.0, 0.98, 0.5
 _OFFSET_PRIOR, _OFFSET_EVIDENCE_KEPT = 2000.0, 0.9995
 _MOST_STEP = 0.7
 _LEAST_INFORMATION = 1e-9
-# Of what the requests of a step differ from the mean, what moves into it; less of few of many that
-# ran before, of whose number so much is kept per step: those of a batch that end last are its
-# hardest texts.
+# Share by which the mean moves towards the ease of the requests of a step. The share is smaller if
+# fewer requests run than before (the remembered number decays by _CROWD_KEPT per step): the last
+# requests of a batch have its hardest texts.
 _MEAN_WEIGHT, _CROWD_KEPT = 0.05, 0.99
 
 
 class Acceptance:
-    """What is known of every request, by its slot, and of the draft.
+    """The ease of every request, by its slot, and the offsets of the draft.
 
     Args:
-        ladder: Shapes of rungs 1, 2, ..; rung 0 is the root alone.
-        num_slots: Requests that there can be at once.
+        ladder: Shapes of rungs 1, 2, ...; rung 0 is the root alone.
+        num_slots: Most requests at once.
     """
 
     def __init__(self, ladder: Sequence[TreeShape], num_slots: int) -> None:
@@ -71,7 +76,7 @@ class Acceptance:
         self._depth = np.arange(1, 1 + max(num_steps))
         self._mean = _FIRST_EASE
         self._mean_evidence = 0.0
-        self._crowd = 1.0  # requests that ran in the last steps
+        self._crowd = 1.0  # number of requests in the last steps, decaying
         self._ease = np.zeros(num_slots)
         self._evidence = np.zeros(num_slots)
         self._depth_offset = np.zeros(len(self._depth))
@@ -81,7 +86,7 @@ class Acceptance:
         self._rung_evidence = np.zeros(1 + len(ladder))
 
     def begin(self, slot: int) -> None:
-        """Take note that another request has a slot, of which nothing is known."""
+        """Note that a new request holds a slot: nothing is known of it."""
         self._ease[slot] = self._evidence[slot] = 0.0
 
     def note_rounds(
@@ -91,9 +96,9 @@ class Acceptance:
 
         Args:
             slots: [B], all different.
-            rungs: [B], 1 or more.
-            num_accepted: [B], drafts on the accepted path.
-            most_steps: [B], steps that the trees have at most; None: as many as their rungs.
+            rungs: [B], >= 1.
+            num_accepted: [B], drafts on the accepted path, bonus tokens excluded.
+            most_steps: [B], upper bound of each tree's steps; None: as many as its rung has.
         """
         accepted = num_accepted[:, None]
         num_steps = self._num_steps[rungs]
@@ -114,19 +119,20 @@ class Acceptance:
         self._learn_rungs(rungs, *of_requests)
 
     def note_rests(self, slots: Ints, *, returns: bool) -> None:
-        """Forget a little of requests whose rounds have no trees.
+        """Forget a little about requests whose rounds have no trees.
 
         Args:
-            returns: They are to be tried again by and by.
+            returns: Move the ease of these requests back to the mean, so that they are tried
+                again.
         """
         self._evidence[slots] *= _EVIDENCE_KEPT_AT_REST
         if returns:
             self._ease[slots] *= _EVIDENCE_KEPT_AT_REST
-        else:  # so that few trees say something of all texts when some are tried
+        else:  # so that the few trees of a trial move the mean
             self._mean_evidence *= _EVIDENCE_KEPT_AT_REST
 
     def recentre(self, slots: Ints) -> None:
-        """Let the mean be that of the requests that run, so that others begin there."""
+        """Move the mean towards that of the running requests: new requests begin with it."""
         evidence = self._evidence[slots]
         known = evidence / (evidence + _PRIOR)
         self._crowd = max(float(len(slots)), _CROWD_KEPT * self._crowd)
@@ -136,10 +142,10 @@ class Acceptance:
         self._ease -= shift
 
     def classes(self, slots: Ints) -> Ints:
-        """Return the class of each request, 0 .. NUM_CLASSES - 1; the easiest are the last.
+        """Return the class of each request, 0 .. NUM_CLASSES - 1, from hard to easy.
 
-        A request is harder than the mean only by what its rounds have shown beyond doubt: one tree
-        that was refused is no reason to rest.
+        A request counts as harder than the mean only as far as its rounds have shown it beyond
+        doubt: one refused tree is no reason to rest.
         """
         ease = self._ease[slots]
         doubt = _DOUBT / np.sqrt(self._evidence[slots] + _PRIOR)
@@ -147,16 +153,17 @@ class Acceptance:
 
     @property
     def mean_class(self) -> int:
-        """Return the class of a request of which nothing is known."""
+        """Return the class of a request about which nothing is known."""
         return int(_class_of(np.array(self._mean)))
 
     def promise(self, slots: Ints) -> Floats:
-        """Return what makes requests worth a try: ease, and more of those less well known."""
+        """Return by request how much a trial promises: its ease, plus a bonus for uncertainty."""
         return self._ease[slots] + 1.0 / np.sqrt(self._evidence[slots] + _PRIOR)
 
     def gains(self) -> Floats:
-        """Return [NUM_CLASSES, rungs], the tokens that a round of each class is expected to bring:
-        1 at rung 0, and more the higher the rung, but for the first class.
+        """Return expected tokens of a round, [NUM_CLASSES, rungs].
+
+        They are 1 at rung 0, and never fewer at a higher rung; the first class has 1 at all rungs.
         """
         ease = np.linspace(_LEAST_EASE, _MOST_EASE, NUM_CLASSES)
         link = ease[:, None, None] + self._rung_offset[:, None] + self._depth_offset
@@ -177,18 +184,19 @@ class Acceptance:
         self._mean_evidence = _MEAN_EVIDENCE_KEPT * self._mean_evidence + information
         step = _MEAN_DAMPING * score / (self._mean_evidence + _MEAN_PRIOR)
         mean = self._mean + min(max(step, -_MOST_STEP), _MOST_STEP)
-        self._mean = max(mean, _LEAST_EASE)  # from further down it would take long to come back
+        self._mean = max(mean, _LEAST_EASE)  # a lower mean would take long to recover
 
     def _learn_depths(self, score: Floats, information: Floats) -> None:
-        """Fit the offsets of depths but the first, which is that of the requests' ease."""
+        """Fit the offsets of all depths but the first, whose offset is 0: ease covers it."""
         self._depth_evidence *= _OFFSET_EVIDENCE_KEPT
         self._depth_evidence += information
         step = score / (self._depth_evidence + _OFFSET_PRIOR)
         self._depth_offset[1:] += _clipped(step, -_MOST_STEP, _MOST_STEP)[1:]
 
     def _learn_rungs(self, rungs: Ints, score: Floats, information: Floats) -> None:
-        """Fit the offsets of rungs to what their trees did beside those of others in the same step:
-        what all of them did better or worse is the texts'.
+        """Fit the offset of each rung to how its trees did compared with all trees of the step.
+
+        What all trees did better or worse than expected is due to the texts, not to the rungs.
         """
         count = len(self._rung_offset)
         by_rung = np.bincount(rungs, information, count)
@@ -202,7 +210,7 @@ class Acceptance:
 
 
 def _first_offset(shape: TreeShape) -> float:
-    """Return how much more a tree of a shape tries per step than a chain, as a logarithm."""
+    """Return the first guess of a rung's offset: more nodes per step, better odds of a step."""
     nodes_per_step = shape.num_draft_tokens / (1 + shape.num_steps)
     return math.log(1.0 + _BREADTH_GAIN * math.log(max(nodes_per_step, 1.0)))
 
@@ -213,6 +221,6 @@ def _class_of(ease: Floats) -> Ints:
 
 
 def _clipped(values: Floats, least: float, most: float) -> Floats:
-    """Return what np.clip does, in a third of its time for a few hundred values."""
+    """Return clipped values. For a few hundred values np.clip takes three times as long."""
     clipped: Floats = np.minimum(np.maximum(values, least), most)
     return clipped

@@ -1,9 +1,10 @@
-"""The budget of a target's trees: decides, every few rounds, which rung of the ladder each gets.
+"""Decide every few rounds which rung of the ladder each request of a target gets.
 
-A decision is a `Deal` over what is known of requests (`Acceptance`) and rounds (`RoundCosts`). Here
-is what happens over time: decisions last a few rounds, all requests keep what they have unless
-another deal brings more, a request that rests does so for a while, and where all rest a few are
-tried again, less and less often.
+One decision is a `Deal`: `Dealer` computes it from what is known of requests (`Acceptance`) and of
+rounds (`RoundCosts`). This module adds what lasts from one decision to the next: a decision holds
+for a few rounds; requests keep their rungs unless another deal brings clearly more tokens per
+second; a request that rests does so for a few rounds at least; and while all requests rest, a few
+of them are tried with trees again, less and less often.
 """
 
 from __future__ import annotations
@@ -26,40 +27,43 @@ from target_service.budgets.round_timer import RoundTimer, StepTimes
 Ints = NDArray[np.int64]
 
 DECISION_ROUNDS = 4
-"""Rounds that a decision is good for, while the same requests run."""
+"""Rounds that a decision holds for, while the same requests run."""
 
-# Tokens per second that a change must bring, as a part of all; more on a CPU, whose rounds scatter
-# because others use it as well.
+# Hysteresis: the share of tokens per second that a change must add. Larger on a CPU, where times of
+# rounds scatter because other processes use the cores as well.
 _FAVOUR, _FAVOUR_CPU = 0.02, 0.1
-# .. and that trees must bring more than none, or drafts do not read prompts for them.
+# The share that trees must add over no trees at all, or drafts do not read new prompts.
 _FAVOUR_PROMPTS = 0.05
-# One decision in so many favours nothing: what single requests lose by it is little for all.
+# One decision in so many has no hysteresis: what a single request loses by keeping a bad rung is
+# below the threshold, which is a share of the tokens of all requests.
 _UNFAVOURED_DECISION = 16
-# A round that takes so many times what was expected is reason enough to decide anew.
+# A round that takes this many times its expected time causes a new decision at once.
 _BAD_SURPRISE = 1.3
-# A request that rests does so for at least so many rounds: a draft must read what came meanwhile.
+# Least rounds of a rest: each rest ends with a draft that reads the rows it has missed.
 _LEAST_REST = 4
-# .. but for so many where rounds without trees are tried, of which the first says nothing.
+# Rounds of a trial without trees; the first of them says nothing.
 _PLAIN_TRY_ROUNDS = 6
-# What trees take while many prompts are read, by what they are known to take: with those of 128
-# requests steps of an H200 took half as much longer as their rows and the draft say, for it reads
-# these prompts as well.
+# Time of trees while many prompts are read, over the time of trees without prompts. With prompts of
+# 128 requests the steps of an H200 took half as long again as rows and draft explain: the draft
+# reads these prompts as well.
 _BESIDE_LONG_READING = 1.5
-# Where all requests rest some are tried, with trees of this rung at most.
+# While all requests rest: highest rung of a trial, and most requests in a trial.
 _PROBE_RUNG, _MOST_PROBED = 3, 4
 _MANY_ROWS = 1 << 40
-# Decisions for which it is remembered whether so many requests would all rest.
+# Decisions for which a forecast (`TreeBudget._forecast`) is kept.
 _FORECAST_DECISIONS = 16
-# Gains by class change slowly: decisions after which they are computed anew, at first and later.
+# The table of gains changes slowly: decisions between two updates of it, at first and later.
 _FIRST_GAINS, _LAST_GAINS = 2, 128
 
 
 class TreeBudget:
-    """Decides for all requests of a target that may have trees of its choice.
+    """Decides about the trees of all requests whose trees the target may choose.
 
     Args:
-        num_slots: Requests that there can be at once; each has a slot, its row of the page table.
-        clock: When the last step ended, monotonic, seconds.
+        costs: Expected times of rounds; learns from rounds.
+        ladder: Shapes of rungs 1, 2, ...; rung 0 is the root alone.
+        num_slots: Most requests at once. A request's slot is its row of the page table.
+        clock: Returns when the last step ended, monotonic, seconds.
     """
 
     def __init__(
@@ -72,10 +76,10 @@ class TreeBudget:
         self.costs = costs
         self.acceptance = Acceptance(ladder, num_slots)
         self.rungs: Ints = np.zeros(num_slots, dtype=np.int64)
-        """Of each slot, as decided last; 0: the root alone."""
+        """[num_slots], the rung of each slot as of the last decision; 0: the root alone."""
         self.is_hopeless = np.zeros(num_slots, dtype=bool)
-        """Of each slot: all rest, and nothing is expected of this one's trees with fewer others
-        either.
+        """[num_slots], whether all requests rest and the trees of this slot's request would not pay
+        even if it ran alone.
         """
         self._clock = clock
         self._rung_of_size = _rung_of_size(costs.rows)
@@ -92,11 +96,11 @@ class TreeBudget:
         self._probe = Probe()
         self._prompts = PromptRounds(costs)
         self._rounds = RoundTimer(num_slots, clock)
-        # Of so many requests: when it was asked last, and the deal.
+        # By number of requests: in which period of decisions the deal was computed, and the deal.
         self._forecasts: dict[int, tuple[int, Deal]] = {}
 
     def begin(self, slot: int) -> None:
-        """Take note that another request has a slot; it gets what most requests like it have."""
+        """Forget the former request of a slot: a new request holds the slot now."""
         self.acceptance.begin(slot)
         self._rounds.begin(slot)
         self._rests_until[slot] = 0
@@ -106,13 +110,13 @@ class TreeBudget:
         self._decided_round = -DECISION_ROUNDS
 
     def would_rest(self, num_requests: int) -> bool:
-        """Return whether trees would pay for none of so many requests, all as easy as the mean."""
+        """Return whether all of `num_requests` requests of mean ease would rest."""
         if not self._num_decisions or num_requests <= 1:
             return self.expects_nothing
         return not self._forecast(num_requests).limit
 
     def _forecast(self, num_requests: int) -> Deal:
-        """Return the deal of so many requests, all as easy as the mean."""
+        """Return the deal for `num_requests` requests of mean ease."""
         count, era = bucket_size(num_requests), self._num_decisions // _FORECAST_DECISIONS
         known = self._forecasts.get(count)
         if known is None or known[0] != era:
@@ -125,20 +129,20 @@ class TreeBudget:
 
     @property
     def expects_nothing(self) -> bool:
-        """Return whether nothing is expected of the trees of a request that is new."""
+        """Return whether the trees of a new request would not pay even if it ran alone."""
         return self._num_decisions > 0 and self.acceptance.mean_class <= LAST_HOPELESS_CLASS
 
     def join(self, slot: int, cap: int) -> None:
-        """Let a request that is new have what most others were given, until the next decision.
+        """Give a new request the most frequent rung of the last decision, until the next decision.
 
         Args:
-            cap: The highest rung that it may have.
+            cap: Highest rung that the request may have.
         """
         self.rungs[slot] = min(self._most_have, cap)
 
     @property
     def is_due(self) -> bool:
-        """Return whether `decide` would decide anew."""
+        """Return whether the last decision has held for long enough."""
         return self._round >= self._decided_round + DECISION_ROUNDS
 
     def decide(
@@ -152,19 +156,20 @@ class TreeBudget:
         num_coming: int = 0,
         num_prompt_rows: int = 0,
     ) -> None:
-        """Decide for requests.
+        """Decide which rung each request gets.
 
         Args:
             slots: [B], all different.
-            caps: [B], the highest rung that each may have.
-            fixed: Other requests of the same steps.
-            missed: [B, 2], rows for the draft of one that rests no more: those that were kept, and
-                those to compute again; None: there are none.
-            num_left: [B], tokens that each may have yet; None: not known.
-            num_coming: Requests whose prompts are being read. If all would rest together with them,
-                none begins to have trees, which would only make these wait.
-            num_prompt_rows: Of theirs that are left.
-        Mutates: `rungs`.
+            caps: [B], the highest rung that each request may have.
+            fixed: Other requests of the same steps, whose trees are not chosen here.
+            missed: [B, 2], feature rows that the draft of each request has missed and would need
+                for a tree: rows that were kept, and rows to compute again. None: no draft has
+                missed any.
+            num_left: [B], tokens that each request may still get; None: not known.
+            num_coming: Requests whose prompts are being read. If all requests would rest once these
+                run as well, no resting request gets a tree now: trees would only delay the prompts.
+            num_prompt_rows: Rows of these prompts that have not been read yet.
+        Mutates: `rungs`, `is_hopeless`.
         """
         self._decided_round = self._round
         if not len(slots):
@@ -196,7 +201,7 @@ class TreeBudget:
         self.is_hopeless[slots] = not deal.limit and self._are_hopeless(slots)
 
     def _tries_plain(self, deal: Deal, fixed: FixedRounds, num_coming: int) -> bool:
-        """Return whether rounds without trees are tried instead of a deal."""
+        """Return whether the next rounds have no trees, to learn what such rounds take."""
         if fixed.num_trees or num_coming:
             return False
         num_requests = len(deal.rungs) + fixed.num_requests
@@ -206,10 +211,10 @@ class TreeBudget:
         return self.acceptance.classes(slots) <= LAST_HOPELESS_CLASS
 
     def _caps_of_rests(self, slots: Ints, caps: Ints, num_fixed: int, num_coming: int) -> Ints:
-        """Return the caps, 0 of requests whose rest goes on; see `decide`.
+        """Return `caps` with 0 for requests that must go on resting; see `decide`.
 
         Args:
-            num_fixed: Other requests.
+            num_fixed: Requests whose trees are not chosen here.
         """
         rests_on = self._rests_until[slots] > self._round
         if num_coming and self.would_rest(len(slots) + num_fixed + num_coming):
@@ -217,11 +222,12 @@ class TreeBudget:
         return np.where(rests_on, 0, caps) if rests_on.any() else caps
 
     def _deal(self, slots: Ints, caps: Ints, fixed: FixedRounds, num_coming: int) -> Deal:
-        """Return the best deal; a request rests only if that is best beside prompts and without
-        them, but for prompts that take long.
+        """Return the best deal.
 
-        Beside prompts trees bring little more than none, but drafts must keep up to have trees when
-        the prompts have been read.
+        While prompts are read for a short time, a request rests only if resting is best both beside
+        rows of prompts and without them: beside prompts trees gain little, but a draft must keep up
+        to have trees once the prompts have been read. While prompts are read for long, see
+        `_deal_beside_prompts`.
         """
         classes = self.acceptance.classes(slots)
         held, favour = self._held(slots)
@@ -246,8 +252,8 @@ class TreeBudget:
     def _deal_beside_prompts(
         self, options: Options, held: Ints, favour: float, num_coming: int
     ) -> Deal:
-        """Return the best deal while prompts are read for long: none, unless the tokens that trees
-        bring more come faster than tokens will once all prompts have been read.
+        """Return the best deal while prompts are read for long: no trees, unless the tokens that
+        trees add take less time now than the same tokens will take after the prompts.
         """
         classes, fixed = options.classes, options.fixed._replace(mixed_per_token=1.0)
         deal = self._dealer.choose(options, held, 1.0, favour=favour)
@@ -262,15 +268,15 @@ class TreeBudget:
         return deal if num_more > then * _BESIDE_LONG_READING * more_s else rest
 
     def _held(self, slots: Ints) -> tuple[Ints, float]:
-        """Return what requests have, those that are new what most have; and how much more tokens
-        per second another deal must bring.
+        """Return the rung that each request has now (a new request: the most frequent one), and the
+        hysteresis: the share of tokens per second that another deal must add.
         """
         held, is_new = self.rungs[slots], self._is_new[slots]
         num_new = np.count_nonzero(is_new)
         if num_new == len(slots):
             return held, 0.0
         if not self._limit:
-            held[:] = 0  # but for those that are tried
+            held[:] = 0  # rungs above 0 are those of a trial
         if num_new:
             held[is_new] = np.bincount(held[~is_new]).argmax()
         is_unfavoured = not self._num_decisions % _UNFAVOURED_DECISION
@@ -292,11 +298,12 @@ class TreeBudget:
         """Learn from a step that has ended.
 
         Args:
-            slots: [B], the requests whose rounds it ended.
-            num_nodes: [B], of their trees, roots included.
-            num_accepted: [B], drafts accepted.
-            num_steps: [B], that the trees have at most; 0: the tree is no rung's, whatever its
-                size. None: all are as deep as their rungs.
+            slots: [B], slots of the requests that had a round in the step.
+            num_nodes: [B], nodes of their trees, roots included.
+            num_accepted: [B], accepted drafts, bonus tokens excluded.
+            times: What the time of the step is learned from.
+            num_steps: [B], most steps of each tree; 0: the tree has the shape of no rung, whatever
+                its size. None: all trees are as deep as their rungs.
         """
         self._round += 1
         num_tokens = len(slots) + int(num_accepted.sum())
@@ -305,9 +312,10 @@ class TreeBudget:
         sizes = np.minimum(num_nodes, len(self._rung_of_size) - 1)
         rungs = self._rung_of_size[sizes]
         has_tree = rungs > 0
-        # A tree that came may be of the rung before, for which the draft takes another time.
+        # A tree may still be of the rung before the last decision: its own rung says what the draft
+        # took.
         self._note_time(slots, np.where(has_tree, rungs, times.waited_rungs), times)
-        known = has_tree & self._is_whole[sizes]  # others were cut, or are of no rung
+        known = has_tree & self._is_whole[sizes]  # other trees were cut, or have no rung's shape
         if num_steps is not None:
             known &= num_steps > 0
         if known.any():
@@ -322,7 +330,9 @@ class TreeBudget:
             self.acceptance.note_rests(resting, returns=self._limit > 0)
 
     def _note_time(self, slots: Ints, rungs: Ints, times: StepTimes) -> None:
-        """Learn what a round took; one that took much longer than expected has all decided anew."""
+        """Learn what a round took. A round that took much longer than expected makes a decision
+        due.
+        """
         timed = self._rounds.note_step(slots, rungs, times)
         if timed is None:
             return
@@ -337,15 +347,16 @@ class TreeBudget:
             self._dealer = Dealer(self.acceptance.gains(), self.costs)
 
     def _probed(self, slots: Ints, caps: Ints, fixed: FixedRounds, missed: Ints | None) -> Ints:
-        """Return the rungs of requests none of which would get a tree; a few are tried at times.
+        """Return the rungs while no request would get a tree: 0, but for a few in a trial.
 
-        As many as fit beside the roots into the next size of a step, or one. If drafts have missed
-        rows of all of them, the one with the fewest, once these take little of the time since.
+        A trial has as many requests as the next captured size of a step leaves rows for, at least
+        one. If the drafts of all requests have missed rows, the trial has only the request with the
+        fewest missed rows, once computing them takes little of the time since the last trial.
         """
         rungs = np.zeros_like(caps)
         if not self._probe.is_on(self._round, len(slots)):
             return rungs
-        chosen = np.flatnonzero((self.rungs[slots] > 0) & (caps > 0))  # as decided before
+        chosen = np.flatnonzero((self.rungs[slots] > 0) & (caps > 0))  # the trial that goes on
         rung = min(_PROBE_RUNG, int(caps.max()))
         if not len(chosen):
             base = len(slots) + fixed.num_rows
@@ -369,6 +380,6 @@ class TreeBudget:
 
 
 def _rung_of_size(rows: Ints) -> Ints:
-    """Return the highest rung that has no more nodes than a tree, by the nodes of the tree."""
+    """Return, by the number of nodes of a tree, the highest rung with at most as many nodes."""
     sizes = np.arange(2 + int(rows[-1]))
     return np.maximum(np.searchsorted(rows, sizes, side="right") - 1, 0)

@@ -1,14 +1,19 @@
-"""What a round takes: by the rows of its step, its requests, and the trees that it waits for.
+"""Expect how long a round takes, from the rows of its step, its requests, and its trees.
 
     round = forward(rows) + host[requests] + draft[largest rung, trees]
 
-Forwards were measured at start-up. The rest is learned from rounds: the host's part (sampling, the
-reading of KV, transport) from those without trees; what trees take beside it (the draft, and what
-they make both hosts do) from those with trees. An entry is one of the faster ones of the last few
-rounds of its kind: one that had to wait for something else says nothing. Rungs and numbers of trees
-that were never tried take as many times what was expected of their growth as the nearest ones do,
-but no less than smaller trees do. What is expected is rather too cheap than too dear, so that it is
-tried, and known then.
+- `forward` was measured at start-up.
+- `host` (sampling, the reading of KV, transport) is learned from rounds without trees.
+- `draft` (the draft's growth, and the hosts' additional work for trees) is learned from rounds with
+  trees.
+
+An entry of a table is one of the faster times of the last few rounds of its kind, because a round
+that had to wait for something else says nothing. For rungs and numbers of trees without
+measurements, the first guess (`_first_growth`) is scaled by the ratio of measurement to first guess
+at the nearest measured entries, and is at least the time of smaller trees. First guesses are rather
+too low than too high: a kind of round that looks cheap is tried, and then its time is known.
+
+"Bucket" below: numbers of requests and of trees are rounded up to BATCH_BUCKETS.
 """
 
 from __future__ import annotations
@@ -30,52 +35,53 @@ Floats = NDArray[np.float64]
 Number = TypeVar("Number", float, Floats)
 Place = tuple[int, int]
 
-# Of a forward of one row: what a draft takes until somebody has measured it. On a GPU each of its
-# steps is a forward of its own, and twice as long where it has so many rows; on a CPU it is
-# processes that wait for each other, and rows, for which the target takes more than in a forward
-# without KV. As the bundled models do, but less, so that trees of a few requests are tried.
+# First guess of the time of trees, in forwards of one row of the target. On a GPU each step of the
+# draft is a forward of its own, which takes twice as long with _DOUBLING_ROWS rows. On a CPU trees
+# cost a fixed time (processes wait for each other) and a time per row (with KV a row takes longer
+# than in the forwards measured at start-up). The numbers are below those of the bundled models, so
+# that trees of a few requests are tried.
 _FIRST_GROWTH = 0.1
 _FIRST_GROWTH_PER_STEP = 0.037
 _DOUBLING_ROWS = 48
 _FIRST_TREES_CPU, _FIRST_ROW_CPU = 0.76, 0.04
 
-# Of a forward of one row, what a GPU takes beside the forward for a request, until it was measured.
+# First guess of the host's time per request beside a GPU, in forwards of one row.
 _FIRST_HOST = 0.005
-# What a host does for a step takes it about as long as for so many requests.
+# The fixed part of the host's time for a step, in requests.
 _HOST_REQUESTS = 16
-# Of what a draft is expected to take, or of what a round with trees took beside its forward,
-# whichever is less: what the trees took at least.
+# Trees took at least this share of their first guess, or of the time of a round with trees beside
+# its forward, whichever is less.
 _LEAST_GROWTH = 0.5
-# Of what rounds without trees are known to take beside the forward on a GPU, where KV is read:
-# what they take at least.
+# On a GPU a round without trees takes at least this share of the known host time.
 _LEAST_HOST = 0.5
-# An entry that has changed by such a part, or so many seconds, changes the guesses from it; by so
-# much, and it is another draft, or a busy one: what was learned long ago of it is void.
+# If an entry changes by this share, or by so many seconds, the guesses from it are computed anew.
 _CHANGE, _CHANGE_S = 0.1, 20e-6
+# If an entry changes by this share, the draft is another one or has become busy: old entries of
+# trees are forgotten.
 _MUCH_CHANGE = 0.5
-# Many trees that took more than so many times what was expected of them had to wait for something.
+# Trees that took more than so many times their first guess had to wait for something else.
 _PLAUSIBLE = 3.0
-# .. unless it is less than such a part of the round: what few trees take beside many requests is a
-# small difference of large numbers.
+# A change of less than this share of the round's time does not count as much: the time of few trees
+# beside many requests is a small difference of large numbers.
 _MUCH_OF_ROUND = 0.05
 
-# Of what trees take on a CPU: what few rows of them take at least.
+# On a CPU few rows of trees take at least this share of the time of all rows.
 _LEAST_SHARE = 0.05
 
 _BATCHES = np.array(BATCH_BUCKETS)
-# Of every number of requests, or of trees, the place of its bucket.
+# Index of the bucket of every number of requests or trees.
 _BUCKETS = np.searchsorted(_BATCHES, np.arange(1 + BATCH_BUCKETS[-1]))
 _BUCKET_OF: list[int] = _BUCKETS.tolist()
 
 
 class RoundKind(NamedTuple):
-    """What decides how long a round takes.
+    """What the time of a round depends on.
 
     Args:
-        num_requests: That run.
-        num_rows: Of a step of all of them.
-        rung: Of the largest tree that is waited for; 0: there is none.
-        num_trees: That are waited for.
+        num_requests: Running requests.
+        num_rows: Rows of a step of all these requests.
+        rung: Rung of the largest tree that the round waits for; 0: it waits for none.
+        num_trees: Trees that the round waits for.
     """
 
     num_requests: int
@@ -85,12 +91,13 @@ class RoundKind(NamedTuple):
 
 
 class RoundCosts:
-    """Learns what rounds take.
+    """Learns how long rounds take, and says how long a round is expected to take.
 
     Args:
-        forward: Of the target.
-        is_padded: Steps are padded up to the row counts that were measured.
-        most_rows: Of a step's trees.
+        forward: Measured times of the target's forwards.
+        ladder: Shapes of rungs 1, 2, ...; rung 0 is the root alone.
+        is_padded: Steps are padded up to the row counts that were measured: on a GPU.
+        most_rows: Most rows of trees in a step.
     """
 
     def __init__(
@@ -108,20 +115,21 @@ class RoundCosts:
         self._marginal_s = min(s / size for size, s in zip(sizes, seconds, strict=True))
         self.is_padded, self.most_rows = is_padded, most_rows
         self.num_targets = 1
-        """That the draft grows trees for."""
+        """Targets that the draft grows trees for."""
         limits = [*(size for size in sizes if size < most_rows), most_rows]
         self._limits: Floats = np.array(limits, dtype=np.float64)
         self._limits_s: Floats = np.array([self.forward_s(limit) for limit in limits])
         self.rows: Ints = np.array([1, *(shape.num_draft_tokens for shape in ladder)])
-        """Of a request, by its rung."""
+        """[rungs], rows of a request's tree."""
         growths = [_first_growth(shape, is_gpu=is_padded) for shape in ladder]
         self._growth = seconds[0] * np.array([np.zeros(len(_BATCHES)), *growths])
-        # A CPU computes row by row, a GPU's host request by request and some.
+        # Host time is proportional to this: on a CPU to requests, beside a GPU to requests plus a
+        # fixed part.
         self._host_unit = _HOST_REQUESTS + _BATCHES if is_padded else _BATCHES
         roots_s = self.forwards_s(_BATCHES.astype(float))
         self._samples = RoundSamples(self._growth.shape, roots_s, is_gpu=is_padded)
-        # What rounds without trees take beside the forward, by the bucket of requests; and what
-        # trees take beside that, by rung and the bucket of trees.
+        # `_host`: time of a round without trees beside its forward, by the bucket of requests.
+        # `_draft`: time of trees beside forward and host, by rung and the bucket of trees.
         self._first_host = _FIRST_HOST * seconds[0] * is_padded * self._host_unit
         self._host = self._first_host.copy()
         self._most_host = np.full(len(_BATCHES), np.inf)
@@ -129,7 +137,7 @@ class RoundCosts:
         self._guessed_from = np.full_like(self._growth, np.nan)
 
     def forward_s(self, num_rows: float) -> float:
-        """Return what a forward of so many rows takes."""
+        """Return the time of a forward of `num_rows` rows."""
         sizes, seconds = self._sizes, self._seconds
         if num_rows > sizes[-1]:
             return seconds[-1] * num_rows / sizes[-1]
@@ -138,7 +146,7 @@ class RoundCosts:
         return float(np.interp(num_rows, sizes, seconds))
 
     def forwards_s(self, num_rows: Floats) -> Floats:
-        """Return what forwards of so many rows take, each."""
+        """Return the time of forwards, [P], by their rows, [P]."""
         if self.is_padded:
             places = self._size_rows.searchsorted(num_rows)
             forwards_s: Floats = self._size_seconds.take(places, mode="clip")
@@ -148,27 +156,34 @@ class RoundCosts:
         return np.maximum(forwards_s, self._seconds[-1] * num_rows / most * (num_rows > most))
 
     def marginal_s(self, num_rows: Number) -> Number:
-        """Return what so many rows take in steps that prompts fill up."""
+        """Return the time of `num_rows` rows in steps that rows of prompts fill up."""
         return num_rows * self._marginal_s
 
     def sizes_above(self, num_rows: int) -> tuple[Floats, Floats]:
-        """Return the sizes of steps that are worth filling, and what a forward of each takes.
+        """Return the captured sizes of steps above `num_rows`, and the time of a forward of each.
 
-        One more row than these costs a whole size more.
+        Such a size is worth filling up: one more row would cost the time of the next size.
         """
         first = int(np.searchsorted(self._limits, num_rows, side="right"))
         return self._limits[first:], self._limits_s[first:]
 
     def host_s(self, num_requests: int) -> float:
-        """Return what a round takes beside its forward where there are no trees."""
+        """Return the time of a round without trees beside its forward."""
         return float(self._host[_bucket(num_requests)])
 
     def draft_s(self, kind: RoundKind) -> float:
-        """Return what the trees of a round take beside the forward and the host."""
+        """Return the time of the trees of a round beside forward and host."""
         return float(self._draft[kind.rung, _bucket(kind.num_trees)]) * self._share(kind)
 
     def drafts_s(self, rung: Ints, num_trees: Ints, num_requests: int, num_rows: Floats) -> Floats:
-        """Return what trees take in each of P rounds, which differ in these: [P] each."""
+        """Return `draft_s` of P rounds, [P].
+
+        Args:
+            rung: [P]. Of the largest tree.
+            num_trees: [P].
+            num_requests: The same in all rounds.
+            num_rows: [P].
+        """
         drafts_s: Floats = self._draft[rung, _BUCKETS.take(num_trees, mode="clip")]
         if self.is_padded:
             return drafts_s
@@ -176,26 +191,30 @@ class RoundCosts:
         return drafts_s * np.clip((num_rows - num_requests) / most_rows, _LEAST_SHARE, 1.0)
 
     def delay_s(self, rung: int, num_trees: int) -> float:
-        """Return how long the other targets of the draft wait for trees, as far as that is known:
-        each of them would be faster with larger trees, and all of them with smaller ones.
+        """Return how long the other targets of the draft wait while these trees grow: each of them
+        waits for the first guess of their growth.
+
+        This makes each target ask for smaller trees than would be best for it alone, which is
+        better for all targets together.
 
         Args:
-            rung: Of the largest.
+            rung: Rung of the largest tree.
+            num_trees: Number of trees.
         """
         return (self.num_targets - 1) * float(self._growth[rung, _bucket(num_trees)])
 
     def delays_s(self, rung: Ints, num_trees: Ints) -> Floats | float:
-        """Return the same of P rounds, [P] each."""
+        """Return `delay_s` of P rounds; args [P] each."""
         if self.num_targets == 1:
             return 0.0
         growth: Floats = self._growth[rung, _BUCKETS.take(num_trees, mode="clip")]
         return (self.num_targets - 1) * growth
 
     def round_s(self, kind: RoundKind, forward_s: float | None = None) -> float:
-        """Return what a round is expected to take.
+        """Return the expected time of a round.
 
         Args:
-            forward_s: What its forward takes; None: not looked up yet.
+            forward_s: Time of its forward; None: look it up.
         """
         if forward_s is None:
             forward_s = self.forward_s(kind.num_rows)
@@ -203,14 +222,17 @@ class RoundCosts:
         return seconds + self.draft_s(kind) if kind.rung else seconds
 
     def plain_is_worth_a_try(self, num_requests: int, tokens_per_s: float, now_s: float) -> bool:
-        """Return whether rounds without trees, of which there was none for long, might bring more.
+        """Return whether rounds without trees should be tried: there was none for long, and they
+        might bring more tokens per second than the trees of now.
 
-        What is known of them may be of a moment when others used the machine.
+        The known time of rounds without trees may have been measured while other processes used the
+        machine.
 
         Args:
-            tokens_per_s: That rounds with trees bring.
-            now_s: By a monotonic clock.
-        Mutates: what is known of them, which is forgotten.
+            num_requests: Running requests.
+            tokens_per_s: What rounds with trees bring.
+            now_s: Monotonic time.
+        Mutates: forgets the times of rounds without trees, if it returns True.
         """
         least_s = self.forward_s(num_requests)
         if self.is_padded:
@@ -221,10 +243,11 @@ class RoundCosts:
         )
 
     def note_round(self, kind: RoundKind, took_s: float, now_s: float) -> None:
-        """Learn from a round.
+        """Learn from the time of a round.
 
         Args:
-            now_s: By a monotonic clock.
+            took_s: Measured time of the round.
+            now_s: Monotonic time.
         """
         batch = _bucket(kind.num_requests)
         place, share = (0, batch), 1.0
@@ -232,8 +255,7 @@ class RoundCosts:
             place, share = (kind.rung, _bucket(kind.num_trees)), self._share(kind)
         forward_s = self.forward_s(kind.num_rows)
         self._samples.note(place, took_s, forward_s, batch=batch, share=share, now_s=now_s)
-        # Other rungs of as many trees, or of more, are known no better if they were not tried for
-        # long.
+        # Entries of as many trees or more that were not measured for long are forgotten.
         has_forgotten = kind.rung > 0 and self._samples.try_again(
             now_s, place[1], batch, self._draft <= _PLAUSIBLE * self._growth
         )
@@ -251,8 +273,8 @@ class RoundCosts:
             self._guess()
 
     def _share(self, kind: RoundKind) -> float:
-        """Return which part of a number of trees' time a round takes if not all of these are of the
-        rung: on a CPU by their rows, on a GPU all of it.
+        """Return the share of the table's time that the trees of a round take if some of them are
+        smaller than the largest: on a CPU their share of rows, on a GPU all of it.
         """
         if self.is_padded:
             return 1.0
@@ -260,7 +282,7 @@ class RoundCosts:
         return min(max((kind.num_rows - kind.num_requests) / most_rows, _LEAST_SHARE), 1.0)
 
     def _guess(self) -> None:
-        """Guess what is not known from what is."""
+        """Fill the entries of `_host` and `_draft` that were not measured from those that were."""
         host = self._samples.entries(self._host)[0]
         places = np.flatnonzero(~np.isnan(host))
         self._host = self._first_host.copy()
@@ -268,7 +290,7 @@ class RoundCosts:
             batches = np.arange(len(host))
             per_unit = np.interp(batches, places, (host / self._host_unit)[places])
             guess = per_unit * self._host_unit
-            # By the request or row, or by the step and what was expected of more of them.
+            # Two guesses: the same factor of the unit, or the same difference to the first guess.
             step = np.interp(batches, places, (host - self._first_host)[places])
             guess = np.minimum(guess, np.maximum(step + self._first_host, 0.0))
             self._host = np.where(np.isnan(host), guess, host)
@@ -289,13 +311,14 @@ class RoundCosts:
         self._draft[1:] = draft
 
     def _host_bounds(self, is_known: NDArray[np.bool_]) -> Floats:
-        """Return what rounds without trees take at most beside their forwards, by the bucket of
-        requests: those with trees take more. Few rounds without any, at a request's end or while
-        its draft was busy, may have been slow for other reasons; where there was none, the host has
-        the part of a round with trees that was expected first.
+        """Return upper bounds of `_host`, from rounds with trees: these take longer.
+
+        Bounds are needed because the few rounds without trees, at the end of a request or while its
+        draft was busy, may have been slow for other reasons. Where no round without trees was
+        measured, the first guesses say which share of a round with trees is the host's.
 
         Args:
-            is_known: [buckets], there were some.
+            is_known: [buckets], whether rounds without trees were measured.
         """
         totals, batches = self._samples.totals()
         rung, bucket = np.nonzero(~np.isnan(totals[1:]))
@@ -311,7 +334,7 @@ class RoundCosts:
 
 
 def _filled(table: Floats) -> Floats:
-    """Return a table without its NaN: between what is known of a rung, then between rungs."""
+    """Return a table whose NaN are interpolated: first within each rung, then between rungs."""
     rungs, batches = np.arange(table.shape[0]), np.arange(table.shape[1])
     is_known = ~np.isnan(table)
     tried = np.flatnonzero(is_known.any(axis=1))
@@ -322,12 +345,12 @@ def _filled(table: Floats) -> Floats:
 
 
 def _differs(seconds: float, from_s: float, part: float) -> bool:
-    """Return whether an entry is not about what it was, or was not known (NaN)."""
+    """Return whether an entry has changed by more than a share `part`, or was not known (NaN)."""
     return not abs(seconds - from_s) <= max(part * abs(from_s), _CHANGE_S)
 
 
 def _first_growth(shape: TreeShape, *, is_gpu: bool) -> Floats:
-    """Return what trees of a shape take beside the forward, by the bucket of trees; 1: a forward
+    """Return the first guess of the time of trees of a shape, by the bucket of trees, in forwards
     of one row.
     """
     if not is_gpu:
@@ -341,5 +364,5 @@ def _bucket(count: int) -> int:
 
 
 def bucket_size(count: int) -> int:
-    """Return the number of requests, or of trees, that so many are taken for."""
+    """Return the size of the bucket that a number of requests or trees belongs to."""
     return BATCH_BUCKETS[_bucket(count)]

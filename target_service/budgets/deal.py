@@ -1,16 +1,26 @@
-"""Deal the rows of a step to requests, so that a round brings the most tokens per second.
+"""Divide the rows of a step among requests, so that a round brings the most tokens per second.
 
-A round takes the forward of its rows, what its hosts do for it, and, whatever its other trees are,
-what so many trees of the largest rung take. So for each rung that the largest tree may have: every
-request starts with its root, and steps up the ladder are dealt in order of tokens per row, over all
-requests, until a step of so many rows is full. Of all these steps and rungs the best is taken. A
-request's own steps come in this order by themselves, because those are left out that bring less per
-row than the next one with them does.
+The time of a round has three parts: the forward of its rows, the hosts' work, and the growth of its
+trees, which depends on their number and on the largest rung among them alone. So the search runs
+once for each largest rung:
 
-All requests of a class and a cap are alike, so what is dealt are classes, by counts. The order of
-steps hangs on the gains alone and is kept; a decision is computed for all largest rungs at once.
+1. Every request starts with its root.
+2. Climbs (a climb takes one request from one rung to a higher one) are taken in order of expected
+   tokens per row, over all requests, until the rows of a step are used up.
+3. Each prefix of this order is a candidate; the best candidate of all largest rungs is taken.
+
+The climbs of one request are in the right order by themselves: a climb that brings fewer tokens per
+row than it would together with the next climb is merged into that one, so that tokens per row fall
+along a request's climbs.
+
+Requests of the same class (expected acceptance) and the same cap (highest rung) are alike, so the
+search runs on counts per class and cap. The order of climbs depends on the gains alone and is
+computed once; one decision evaluates the candidates of all largest rungs as arrays.
 
 Source: greedy allocation by marginal utility, as in DSpark's scheduler and arXiv:2406.14066.
+
+Shapes: B requests, C classes, R rungs (rung 0 included), L largest rungs (1 .. R - 1), I climbs in
+the longest order, P candidates.
 """
 
 from __future__ import annotations
@@ -29,21 +39,23 @@ Floats = NDArray[np.float64]
 
 _ROUNDING = 1e-6
 _NONE, _NOBODY = np.zeros(0), np.zeros(0, dtype=np.int64)
-# More rows than all steps of a climb have: so far apart several of them are one table.
+# More rows than all climbs of an order take: shifted by multiples of this number, the L orders are
+# one sorted table.
 _APART = float(1 << 24)
 
 
 class FixedRounds(NamedTuple):
-    """Requests of the same steps whose trees are not to be chosen.
+    """Requests of the same steps whose trees are not chosen by the dealer.
 
     Args:
-        num_requests: So many.
-        num_rows: Of all their trees.
-        num_tokens: That a round of all of them is expected to bring.
-        rung: Largest rung that their growth is like; 0: none of them has a tree.
-        num_trees: So many of them have trees.
-        mixed_per_token: Rounds with rows of prompts for each token that all requests get; such a
-            round has no stairs to fill, because prompts take what is left.
+        num_requests: Number of these requests.
+        num_rows: Rows of all their trees.
+        num_tokens: Expected tokens of one round of all of them.
+        rung: The largest rung whose growth takes as long as theirs; 0: none of them has a tree.
+        num_trees: Number of these requests that have trees.
+        mixed_per_token: Rounds with rows of prompts per token that all requests together get. The
+            forward of such a round costs the same per row: rows of prompts fill the step up to a
+            captured size anyway.
     """
 
     num_requests: int = 0
@@ -58,12 +70,12 @@ NOTHING_FIXED = FixedRounds()
 
 
 class Deal(NamedTuple):
-    """What requests get.
+    """The rung of each request, and what a round with these rungs is expected to bring.
 
     Args:
         rungs: [B], 0: the root alone.
-        limit: The highest of them.
-        tokens_per_s: Expected of the round, of all requests together.
+        limit: The highest of these rungs.
+        tokens_per_s: Expected tokens per second of all requests together.
     """
 
     rungs: Ints
@@ -72,7 +84,7 @@ class Deal(NamedTuple):
 
 
 class _Climb(NamedTuple):
-    """Steps up the ladder of requests of one cap, or of several; args are as of _Climbs."""
+    """The climbs of requests of one cap, or of several caps; fields as of _Climbs, one row."""
 
     key: Ints
     rung: Ints
@@ -80,16 +92,17 @@ class _Climb(NamedTuple):
 
 
 class _Climbs(NamedTuple):
-    """Steps up the ladder, [L, I] each: in row `limit - 1` those of requests that no rung above the
-    limit is dealt to, those with the most tokens per row first. The first step, and what is left of
-    a row, is nobody's.
+    """The orders of climbs, [L, I] each. Row `limit - 1` has the climbs if no rung above `limit` is
+    allowed, those with the most tokens per row first. The first entry of a row, and the entries
+    after its last climb, are padding and belong to no request.
 
     Args:
-        key: Which requests take a step: those of a cap and a class, cap * C + class; nobody: R * C.
-        counted: Where `Dealer._count` has their number.
-        rung: That the step leads to.
-        each: [3, L, I], rows and tokens that a request has more than before, and 1 if it had the
-            root alone, else 0.
+        key: Which requests make the climb: those of a cap and a class, cap * C + class; padding:
+            R * C.
+        counted: Index of the number of these requests in `Dealer._count`.
+        rung: The rung that the climb leads to.
+        each: [3, L, I], per request: additional rows; additional tokens; 1 if the request had the
+            root alone before the climb, else 0.
     """
 
     key: Ints
@@ -99,23 +112,24 @@ class _Climbs(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What can be dealt to some requests: P ways, by the largest rung and the rows that are used.
+    """The candidates for a deal, P ways to divide rows: by the largest rung and the rows used.
 
     Args:
         classes: [B].
-        caps: [B], the highest rung that each may have.
-        fixed: Other requests.
-        climbs: None: nobody can have a tree, and there are no ways.
-        ends: [L, I], rows of all steps up to each.
-        num_filled: So many ways fill a size of a step, the first ones. After the others another
-            class or rung is next.
-        limit: [P], the largest rung of each way.
-        used: [P], rows beside those of the roots and of others.
-        tokens: [P], of a round of all requests.
-        forward_s: [P], without rows of prompts.
-        saved_s: [P], what such rows save, which would be computed sooner or later.
-        beside_s: What hosts take.
-        draft_s: [P], what trees take.
+        caps: [B], the highest rung that each request may have.
+        fixed: Requests whose trees are not chosen.
+        climbs: The orders of climbs; None: no request can have a tree, and there is no candidate.
+        ends: [L, I], rows of all climbs up to and including each.
+        num_filled: The first `num_filled` candidates fill a captured size of a step exactly. The
+            others end where all requests of a class and cap have made a climb.
+        limit: [P], the largest rung of each candidate.
+        used: [P], rows beside roots and the rows of `fixed`.
+        tokens: [P], expected tokens of a round of all requests.
+        forward_s: [P], time of the forward if the step has no rows of prompts.
+        saved_s: [P], how much less the forward costs in a step with rows of prompts: the padding
+            is filled with rows that would have to be computed in another step.
+        beside_s: Time of the hosts' work.
+        draft_s: [P], time of the trees.
     """
 
     classes: Ints
@@ -133,7 +147,7 @@ class Options(NamedTuple):
     draft_s: Floats = _NONE
 
     def best(self, mixed_per_token: float) -> list[int]:
-        """Return which way fills a step best, and which is the best of the others.
+        """Return the best candidate that fills a captured size, and the best of the others.
 
         Args:
             mixed_per_token: As of FixedRounds.
@@ -149,10 +163,11 @@ class Options(NamedTuple):
 
 
 class Dealer:
-    """Deals by one table of gains.
+    """Finds the best deal, given one table of gains.
 
     Args:
-        gains: [C, R], tokens expected of a round of each class at each rung; rung 0 brings 1.
+        gains: [C, R], expected tokens of a round by class and rung; 1 at rung 0.
+        costs: Expected times of rounds.
     """
 
     def __init__(self, gains: Floats, costs: RoundCosts) -> None:
@@ -174,13 +189,14 @@ class Dealer:
         *,
         favour: float = 0.0,
     ) -> Deal:
-        """Return what requests get.
+        """Return the best deal.
 
         Args:
             classes: [B].
-            caps: [B], the highest rung that each may have.
-            held: [B], what each has now. All of them keep it unless another deal brings more.
-            favour: How much more, as a part of the tokens per second.
+            caps: [B], the highest rung that each request may have.
+            held: [B], the rung that each request has now. All requests keep their rungs unless
+                another deal brings clearly more.
+            favour: Share of the tokens per second that another deal must add (hysteresis).
         """
         options = self.options(classes, caps, fixed)
         return self.choose(options, held, fixed.mixed_per_token, favour=favour)
@@ -188,9 +204,8 @@ class Dealer:
     def choose(
         self, options: Options, held: Ints, mixed_per_token: float, *, favour: float = 0.0
     ) -> Deal:
-        """Return what requests get, of what can be dealt to them; the other args are as of `deal`
-        and FixedRounds.
-        """
+        """Return the best deal among the candidates; other args as of `deal` and FixedRounds."""
+
         classes, fixed = options.classes, options.fixed._replace(mixed_per_token=mixed_per_token)
         kept = np.minimum(held, options.caps)
         best = self._deal_of(classes, kept, fixed)
@@ -211,18 +226,18 @@ class Dealer:
         return Deal(rungs, max(len(counts) - 1, 0), self._rate(classes, rungs, counts, fixed))
 
     def tokens_per_s(self, classes: Ints, rungs: Ints, fixed: FixedRounds = NOTHING_FIXED) -> float:
-        """Return what a round is expected to bring per second, if requests get these rungs."""
+        """Return expected tokens per second if requests get these rungs."""
         return self._rate(classes, rungs, np.bincount(rungs).tolist(), fixed)
 
     def num_tokens(self, classes: Ints, rungs: Ints) -> float:
-        """Return what a round is expected to bring."""
+        """Return expected tokens of a round of these requests."""
         return float(np.add.reduce(self._gains[classes, rungs]))
 
     def _rate(self, classes: Ints, rungs: Ints, counts: list[int], fixed: FixedRounds) -> float:
-        """Return tokens per second.
+        """Return expected tokens per second.
 
         Args:
-            counts: Requests by rung, up to the highest.
+            counts: Number of requests by rung, up to the highest rung.
         """
         costs, num_requests = self._costs, len(classes)
         tokens = float(num_requests)
@@ -242,7 +257,7 @@ class Dealer:
         return tokens / (seconds - min(1.0, fixed.mixed_per_token * tokens) * saved_s)
 
     def options(self, classes: Ints, caps: Ints, fixed: FixedRounds = NOTHING_FIXED) -> Options:
-        """Return what can be dealt; args as of `deal`."""
+        """Return the candidates; args as of `deal`."""
         costs = self._costs
         base = len(classes) + fixed.num_rows
         sizes, sizes_s = costs.sizes_above(base)
@@ -284,8 +299,8 @@ class Dealer:
         )
 
     def _count(self, classes: Ints, caps: Ints) -> Ints:
-        """Return [2 * R * C + 1]: requests by cap and class, then those of each class with at least
-        a cap, and nobody.
+        """Return numbers of requests, [2 * R * C + 1]: by cap and class; then by class, with at
+        least a cap; then 0, for padding.
         """
         counts = np.zeros(2 * self._nobody + 1, dtype=np.int64)
         keys = caps * self._num_classes + classes
@@ -295,18 +310,18 @@ class Dealer:
         return counts
 
     def _rungs(self, options: Options, way: int, held: Ints) -> Ints:
-        """Return the rung of each request."""
+        """Return the rung of each request in a candidate."""
         climbs, limit = options.climbs, int(options.limit[way])
         assert climbs is not None
         key, rung, ends = climbs.key[limit - 1], climbs.rung[limit - 1], options.ends[limit - 1]
         num_rows = float(options.used[way])
         num_whole = int(ends.searchsorted(num_rows + _ROUNDING, side="right"))
         rung_of = np.zeros(self._nobody + 1, dtype=np.int64)
-        rung_of[key[:num_whole]] = rung[:num_whole]  # the last step counts
+        rung_of[key[:num_whole]] = rung[:num_whole]  # of a class's climbs the last one counts
         keys = np.minimum(options.caps, limit) * self._num_classes + options.classes
         rungs = rung_of.take(keys)
         left = num_rows - float(ends[num_whole - 1]) + _ROUNDING
-        if num_whole < len(ends) and left >= 1.0:  # some of the next ones may still fit
+        if num_whole < len(ends) and left >= 1.0:  # the next climb, for some requests
             num_more = int(left // climbs.each[0, limit - 1, num_whole])
             alike = np.flatnonzero(keys == key[num_whole])
             order = np.argsort(held[alike] < rung[num_whole], kind="stable")
@@ -314,7 +329,7 @@ class Dealer:
         return rungs
 
     def _climbs_up_to(self, caps: Ints) -> _Climbs | None:
-        """Return the steps of requests with these caps, for all limits; None: there are none."""
+        """Return the orders of climbs of requests with these caps; None: there is no climb."""
         present = tuple([cap for cap, count in enumerate(np.bincount(caps).tolist()) if count])
         if present not in self._climbs_of:
             self._climbs_of[present] = self._stacked(present)
@@ -339,7 +354,9 @@ class Dealer:
         return _Climbs(key, key + self._nobody * is_limited, rung, each)
 
     def _climb(self, cap: int) -> _Climb:
-        """Return the steps of requests that may have rungs up to `cap`."""
+        """Return the climbs of requests that may have rungs up to `cap`: from each rung to the one
+        with the most additional tokens per additional row.
+        """
         gains, rows = self._gains[:, : cap + 1], self._rows[: cap + 1]
         classes = np.arange(self._num_classes)
         at = np.zeros(self._num_classes, dtype=np.int64)
@@ -361,12 +378,13 @@ class Dealer:
 
 
 def _between(sums: Floats, row: Ints, used: Floats) -> tuple[Floats, Floats]:
-    """Return tokens and trees where so many rows are used, in the middle of a step perhaps.
+    """Return tokens and trees if so many rows are used; the last climb may be made by only some of
+    its requests.
 
     Args:
-        sums: [3, L, I], rows, tokens and trees up to each step.
-        row: [P], of the L.
-        used: [P].
+        sums: [3, L, I], rows, tokens and trees up to and including each climb.
+        row: [P], index into L.
+        used: [P], rows.
     """
     apart = _APART * np.arange(sums.shape[1])
     at, rows = used + apart.take(row), (sums[0] + apart[:, None]).ravel()
@@ -375,7 +393,7 @@ def _between(sums: Floats, row: Ints, used: Floats) -> tuple[Floats, Floats]:
 
 
 def _join(climbs: Sequence[_Climb]) -> _Climb:
-    """Return the steps of several climbs as one; of one cap and class they stay in order."""
+    """Merge several orders of climbs; climbs of one cap and class keep their order."""
     each = np.concatenate([climb.each for climb in climbs], axis=1)
     best_first = np.argsort(-each[1] / each[0], kind="stable")
     return _Climb(

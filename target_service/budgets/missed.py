@@ -1,7 +1,8 @@
-"""Rows of the target that drafts have missed: what they cost, and whether trees make up for that.
+"""Weigh the feature rows that a draft has missed against the tokens that trees would bring.
 
-Rows are counted as pairs: those that were kept for the draft, which hosts copy and it reads, and
-those that the target has to compute again.
+While a request rests, its draft gets no feature rows. Before the next tree the draft needs all of
+them. Missed rows are counted as pairs: rows that were kept, which hosts copy and the draft reads,
+and rows that the target has to compute again (a replay).
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from target_service.features import WOKEN_ROWS
 
 Ints = NDArray[np.int64]
 
-# A draft gets what it has missed if that pays within the time in which every request gets so many
-# tokens, or what it has left ..
+# Trees must make up for the missed rows within the time in which every request gets so many tokens,
+# or the tokens that the request may still get.
 _PAID_BACK_AFTER = 64
-# .. and trees come so many rounds after its last row.
+# The first tree comes so many rounds after the last missed row.
 _FIRST_TREE_AFTER = 6
-# So many rows that were kept cost what one does that is computed again; fewer than so many cost
-# nothing.
+# So many kept rows cost as much as one replayed row; a request with fewer missed rows than
+# _MANY_MISSED, all of them kept, costs nothing.
 _KEPT_PER_REPLAYED, _MANY_MISSED = 5, 16
 
 
 def replayed(missed: Ints) -> Ints:
-    """Return what missed rows cost, in rows that are computed again.
+    """Return the cost of missed rows, in replayed rows.
 
     Args:
         missed: [B, 2], rows that were kept, and rows to compute again.
@@ -35,7 +36,7 @@ def replayed(missed: Ints) -> Ints:
 
 
 def has_many(missed: Ints) -> NDArray[np.bool_]:
-    """Return of which requests drafts have missed so much that it counts.
+    """Return, by request, whether its draft has missed enough rows to weigh them.
 
     Args:
         missed: [B, 2], as of `replayed`.
@@ -46,20 +47,20 @@ def has_many(missed: Ints) -> NDArray[np.bool_]:
 def pays_back(
     deal: Deal, staying: Deal, missed: Ints, num_left: Ints | None, costs: RoundCosts
 ) -> bool:
-    """Return whether a deal brings so much more than one in which no draft gets what it has missed
-    that within some rounds it makes up for that.
+    """Return whether a deal that sends missed rows to drafts makes up for these rows in time.
 
     Args:
-        staying: The other deal.
+        deal: The deal in which drafts get the rows that they have missed.
+        staying: The best deal in which requests whose drafts have missed rows go on resting.
         missed: [B, 2], as of `replayed`.
-        num_left: [B], tokens that each request may have yet; None: not known.
+        num_left: [B], tokens that each request may still get; None: not known.
     """
     woken = missed[deal.rungs > 0]
     lost_s = costs.marginal_s(float(replayed(woken).sum()))
     num_tokens = float(_PAID_BACK_AFTER)
     if num_left is not None:
         num_tokens = float(np.minimum(num_left, _PAID_BACK_AFTER).mean())
-    # Drafts get so many rows with each round: on average after half of these rounds.
+    # A step sends at most WOKEN_ROWS rows, so on average a draft waits for half of these steps.
     num_tokens -= _FIRST_TREE_AFTER + float(woken.sum()) / WOKEN_ROWS / 2
     rounds_s = max(num_tokens, 0.0) * len(deal.rungs) / staying.tokens_per_s
     return deal.tokens_per_s * rounds_s >= staying.tokens_per_s * (rounds_s + lost_s)

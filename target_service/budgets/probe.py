@@ -1,43 +1,44 @@
-"""When trees are tried again while all requests rest."""
+"""Decide when trees are tried again while all requests rest."""
 
 from __future__ import annotations
 
-# Rounds after which a few are tried, twice as many after each try ..
+# Rounds before a trial; doubled after each trial, up to the last.
 _FIRST_PROBE_AFTER = 64
 _LAST_PROBE_AFTER = 1024
-# .. for so many rounds, or until the draft has had so many.
+# A trial ends after so many rounds with trees, or after so many rounds in which trees might come.
 _PROBE_ROUNDS = 3
 _PROBE_PATIENCE = 64
-# .. and the part of the time that may go into rows that drafts have missed; more after so many
-# seconds without a try, for what a request alone has missed grows with that time.
+# Largest share of the time since the last trial that a trial may spend on rows that the draft has
+# missed, and the rounds by which a dearer trial is put off. The share is larger after so many
+# seconds without a trial, because the rows that a single request has missed grow with the time.
 _MOST_REPLAYED, _PUT_OFF_ROUNDS = 0.004, 16
 _LONG_UNTRIED_S, _MOST_REPLAYED_THEN = 30.0, 0.01
 
 
 class Probe:
-    """When trees are tried while all requests rest.
+    """Says when a few requests get trees on trial while all requests rest.
 
     Attributes:
-        num_rounds: With trees, since the last try began.
+        num_rounds: Rounds with trees since the last trial began.
     """
 
     def __init__(self) -> None:
         self.num_rounds = 0
-        # Rounds before the last try with so many requests, by powers of two.
+        # By the bit length of the number of requests: rounds before the last trial.
         self._after: dict[int, int] = {}
-        self._begins: int | None = None  # the next try, or the one that is on
-        self._paid_at_s: float | None = None  # when a draft got what it had missed for one
+        self._begins: int | None = None  # round in which the next or current trial begins
+        self._paid_at_s: float | None = None  # when a draft last got missed rows for a trial
 
     def reset(self, num_requests: int) -> None:
-        """Take note that trees pay with so many requests: tries with more of them said nothing of
-        it.
+        """Note that trees pay with so many requests: waits that trials with as many or fewer
+        requests have grown to are forgotten.
         """
         batch = num_requests.bit_length()
         self._after = {more: after for more, after in self._after.items() if more > batch}
         self._begins = None
 
     def is_on(self, now: int, num_requests: int) -> bool:
-        """Return whether some requests are to be tried in this round, while all would rest."""
+        """Return whether a trial is on in round `now`, in which all requests would rest."""
         if self._begins is None:
             batch = num_requests.bit_length()
             after = max(2 * self._after.get(batch, 0), _FIRST_PROBE_AFTER)
@@ -52,10 +53,13 @@ class Probe:
         return True
 
     def affords(self, lost_s: float, now: int, now_s: float) -> bool:
-        """Return whether a draft may get what it has missed for a try; else that is put off.
+        """Return whether a trial may send a draft the rows it has missed; if not, the trial is put
+        off.
 
         Args:
-            lost_s: What it takes.
+            lost_s: Time that these rows take.
+            now: Number of the round.
+            now_s: Monotonic time.
         """
         if self._paid_at_s is None:
             self._paid_at_s = now_s

@@ -1,31 +1,32 @@
-"""How many of a target's rounds have rows of prompts beside those of trees."""
+"""Expect how many of a target's next rounds share their step with rows of prompts."""
 
 from __future__ import annotations
 
 from target_service.budgets.costs import RoundCosts, RoundKind
 
-# Of a round in the means of how many have rows of prompts, and of their tokens.
+# Weight of a new round in the running means: the share of rounds with rows of prompts, and the
+# tokens of a round.
 _MIXED_WEIGHT = 0.15
-# Fewer are none: some dozens of rounds ago there were prompts.
+# A smaller share counts as none: the last prompts were some dozens of rounds ago.
 _LEAST_MIXED = 0.01
-# Where more have, requests begin all the time: what they have was decided for fewer of them, and
-# once the prompts have been read, for other rows.
+# A larger share means that requests begin all the time. The rungs that requests hold were then
+# decided for fewer requests and for other rows, so there is no hysteresis in favour of them.
 _MOSTLY_MIXED = 0.3
-# So many rounds without prompts, and none being read, and the next ones have none either.
+# After so many rounds without rows of prompts, and if no prompt is being read, none is expected.
 _PROMPTS_ENDED_AFTER = 3
-# While prompts of so many requests are read that take as long as so many rounds without trees,
-# requests rest where trees bring less than none beside prompts; until those that are left take so
-# many. A long prompt of one is no reason to keep others without trees.
+# Reading is long when prompts of at least _MANY_COMING requests are read and take as long as more
+# than _LONG_READING rounds without trees; it stays long until what is left takes _READING_ENDS
+# rounds. One long prompt is no reason to keep other requests without trees.
 _MANY_COMING, _LONG_READING, _READING_ENDS = 8, 60, 5
 
 
 class PromptRounds:
-    """What is expected of the next rounds: how many have rows of prompts, and for how long.
+    """Expects how many of the next rounds have rows of prompts, and whether for long.
 
     Attributes:
-        expected: Part of the next rounds that have rows of prompts, as of the last decision.
-        are_long: Prompts of many requests are being read that take many rounds.
-        are_rare: Few rounds have rows of prompts: what was decided holds for those that come.
+        expected: Share of the next rounds with rows of prompts, as of the last decision.
+        are_long: Prompts of many requests are being read, which takes many rounds.
+        are_rare: Few rounds have rows of prompts, so decisions of before still hold.
     """
 
     def __init__(self, costs: RoundCosts) -> None:
@@ -33,16 +34,17 @@ class PromptRounds:
         self.are_long = False
         self.are_rare = True
         self._costs = costs
-        # Means of rounds: which part has rows of prompts, and tokens of a round.
+        # Running means: the share of rounds with rows of prompts, and the tokens of a round.
         self._mixed, self._tokens = 0.0, 1.0
-        self._num_clear = 0  # rounds since one had rows of prompts
+        self._num_clear = 0  # rounds since the last one with rows of prompts
 
     def note_step(self, num_tokens: int, *, has_prompts: bool) -> bool:
         """Learn from a step that has ended.
 
         Args:
-            num_tokens: Of requests that decode.
-        Returns: Whether prompts have come to an end with it.
+            num_tokens: Tokens that the step brought to requests that decode.
+            has_prompts: The step had rows of prompts.
+        Returns: Whether the reading of prompts has just ended, as far as rounds tell.
         """
         self._mixed += _MIXED_WEIGHT * (has_prompts - self._mixed)
         self._num_clear = 0 if has_prompts else self._num_clear + 1
@@ -51,12 +53,12 @@ class PromptRounds:
         return self._num_clear == _PROMPTS_ENDED_AFTER
 
     def expect(self, num_coming: int, num_prompt_rows: int, num_requests: int) -> None:
-        """Take note of what is being read while a decision is made.
+        """Note which prompts are being read while a decision is made.
 
         Args:
             num_coming: Requests whose prompts are being read.
-            num_prompt_rows: Of theirs that are left.
-            num_requests: That run.
+            num_prompt_rows: Rows of these prompts that have not been read yet.
+            num_requests: Running requests.
         Mutates: `expected`, `are_long`, `are_rare`.
         """
         has_ended = not num_coming and self._num_clear >= _PROMPTS_ENDED_AFTER
@@ -66,7 +68,7 @@ class PromptRounds:
         num_rounds = self._costs.marginal_s(float(num_prompt_rows)) / round_s
         if self.are_long:
             self.are_long = num_rounds > _READING_ENDS
-        elif self._costs.is_padded and num_coming >= _MANY_COMING:  # on a CPU rows cost no less
+        elif self._costs.is_padded and num_coming >= _MANY_COMING:  # a CPU has no cheaper rows
             self.are_long = num_rounds > _LONG_READING
 
     @property
@@ -76,5 +78,5 @@ class PromptRounds:
 
     @property
     def per_token(self) -> float:
-        """Return how many of the rounds with prompts fall to a token."""
+        """Return rounds with rows of prompts per token that requests get."""
         return self.expected / self._tokens

@@ -1,4 +1,7 @@
-"""How long rounds take, of requests that may take turns in steps."""
+"""Measure how long a round of all running requests takes.
+
+A round may be spread over several steps, if requests take turns in them.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,15 @@ Floats = NDArray[np.float64]
 
 
 class StepTimes(NamedTuple):
-    """What a step was like whose time is learned from.
+    """What the time of a step depends on.
 
     Args:
-        num_rows: Of its trees.
-        num_requests: That run, in this step or in others.
-        waited_rungs: [B], of the trees that it waited for, should they not have come; 0: none.
-        has_prompts: It had rows of prompts as well.
-        is_clean: It had not, and the draft did not have many of these to read either.
+        num_rows: Rows of trees in the step.
+        num_requests: Running requests, in this step or not.
+        waited_rungs: [B], rung of the tree that each request waited for, also if it did not come;
+            0: the request waited for no tree.
+        has_prompts: The step had rows of prompts as well.
+        is_clean: The time may be learned from: no rows of prompts, and few drafts catch up.
     """
 
     num_rows: int
@@ -33,10 +37,12 @@ class StepTimes(NamedTuple):
 
 
 class TimedRound(NamedTuple):
-    """A round of all requests, from the end of the one before.
+    """A round of all requests.
 
     Args:
-        ended_s: Monotonic.
+        kind: What its time depends on.
+        took_s: From the end of the round before to the end of this round.
+        ended_s: When the round ended, monotonic.
     """
 
     kind: RoundKind
@@ -45,32 +51,33 @@ class TimedRound(NamedTuple):
 
 
 class RoundTimer:
-    """Times rounds by when those of each request have ended.
+    """Times rounds by when the rounds of each request ended.
 
     Args:
-        num_slots: Requests that there can be at once.
-        clock: When the last step ended, monotonic, seconds.
+        num_slots: Most requests at once.
+        clock: Returns when the last step ended, monotonic, seconds.
     """
 
     def __init__(self, num_slots: int, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # Of each slot: when its last round ended, and the rows and rung of that round's tree.
+        # By slot: when the last round ended, and the rows and the rung of its tree.
         self._ended_s = np.zeros(num_slots)
         self._num_rows = np.zeros(num_slots)
         self._rungs: Ints = np.zeros(num_slots, dtype=np.int64)
         self._was_clean = False
 
     def begin(self, slot: int) -> None:
-        """Take note that another request has a slot, of which no round has ended."""
+        """Note that a new request holds a slot: no round of it has ended."""
         self._ended_s[slot] = 0.0
 
     def note_step(self, slots: Ints, rungs: Ints, times: StepTimes) -> TimedRound | None:
-        """Take note of a step that has ended now.
+        """Note that a step has ended now.
 
         Args:
-            slots: [B], the requests whose rounds it ended.
-            rungs: [B], of the trees that they had, or waited for.
-        Returns: The round that has ended with it; None: it says nothing of the time that one takes.
+            slots: [B], slots of the requests that had a round in the step.
+            rungs: [B], rungs of the trees that these requests had, or waited for.
+            times: What the time of the step depends on.
+        Returns: The round that ended with the step; None: its time must not be learned from.
         """
         now_s = self._clock()
         ended_s = self._ended_s[slots]
@@ -80,7 +87,7 @@ class RoundTimer:
         is_clean, self._was_clean = times.is_clean and self._was_clean, times.is_clean
         if not is_clean or not len(slots) or not ended_s.all():
             return None
-        # Where requests without trees do not wait for the others, theirs are shorter.
+        # Rounds of requests without trees may be shorter: they do not wait for trees.
         with_trees = ended_s[rungs > 0]
         began_s = _median(with_trees if len(with_trees) else ended_s)
         kind = self._kind_since(began_s, max(times.num_requests, len(slots)))
@@ -89,10 +96,10 @@ class RoundTimer:
         return TimedRound(kind, now_s - began_s, now_s)
 
     def _kind_since(self, began_s: float, num_requests: int) -> RoundKind:
-        """Return what a round of all requests is like, by the rounds that have ended since.
+        """Return the kind of a round of all requests, from the rounds that ended since `began_s`.
 
-        Requests may take turns, with other trees in each step; those that had no round since are
-        taken to be like those that had.
+        Requests may take turns in steps. Requests without a round since then are taken to be like
+        the requests that had one.
         """
         ran = np.flatnonzero(self._ended_s > began_s)
         rungs = self._rungs[ran]
@@ -106,7 +113,7 @@ class RoundTimer:
 
 
 def _median(values: Floats) -> float:
-    """Return what np.median does, in a third of its time for a few hundred values."""
+    """Return the median. For a few hundred values np.median takes three times as long."""
     ordered, half = np.sort(values), len(values) // 2
     if len(values) % 2:
         return float(ordered[half])

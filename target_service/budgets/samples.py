@@ -1,4 +1,4 @@
-"""What the last rounds of each kind took beside their forwards."""
+"""Keep the measured times of the last rounds of each kind, and forget those out of date."""
 
 from __future__ import annotations
 
@@ -10,41 +10,43 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# Of the last rounds one of the faster ones counts. Few rounds say nothing: after many requests have
-# begun some are slow, whatever trees they have.
+# Rounds that are kept of each kind, and the least number that says something: after many requests
+# have begun, some rounds are slow whatever trees they have.
 _NUM_SAMPLES = 9
 _LEAST_SAMPLES = 3
-# Which part of them is faster; more on a CPU, whose rounds scatter because others use it as well.
+# The entry of n rounds is the time at rank (n - 1) // this, the fastest first: the third fastest of
+# nine, on a CPU the median, because other processes use the cores as well.
 _FASTER, _FASTER_CPU = 4, 2
-# What was learned so long ago is no better than a guess from what was learned since.
+# Older entries are no better than a guess from newer entries.
 _STALE_S = 10.0
-# A kind of which there was no round for so many others, and seconds, is tried again; after twice as
-# many if that did not pay, which is when fewer rounds than these follow.
+# The entry of a kind that had no round among so many others (and in so many seconds) is forgotten,
+# so that the kind is tried again. If the kind then does not pay, that is, fewer than
+# _HAS_PAID_AFTER rounds follow, its patience is doubled.
 _FIRST_PATIENCE, _FIRST_PATIENCE_CPU, _LAST_PATIENCE = 64, 256, 1024
-# .. and where all have trees, rounds without any.
+# The same for rounds without trees.
 _PLAIN_PATIENCE, _PLAIN_PATIENCE_CPU = 256, 64
 _LEAST_PATIENCE_S = 0.3
-# .. but if it has more trees than there are now, and took on a GPU what can be believed, after so
-# long at least, then after twice as long: that all the others have trees again costs many rounds,
-# for their drafts have much to read.
+# On a GPU a plausible entry of more trees than there are now is kept for so long at least, then for
+# twice as long: to try it, all requests must have trees again, and drafts have much to read first.
 _FIRST_MANY_S, _LAST_MANY_S = 10.0, 160.0
 _HAS_PAID_AFTER = 16
 
 
 class RoundSamples:
-    """Rounds by their place in a table: (rung, bucket of trees), or (0, bucket of requests).
+    """Times of rounds by their place in a table: (rung, bucket of trees) for rounds with trees, and
+    (0, bucket of requests) for rounds without trees.
 
-    On a CPU all rounds take longer while others use it as well. So a round with trees counts as so
-    many times what one without them took as far as was known then, and is known to take now.
+    On a CPU all rounds take longer while other processes use the cores. There the time of a round
+    with trees is scaled by what a round without trees takes now, over what it took at that time.
 
     Args:
-        shape: Of the table.
-        forwards_s: By the bucket of requests, what a forward of their roots takes.
-        is_gpu: Rounds of a kind take the same time.
+        shape: Shape of the table.
+        forwards_s: Time of a forward of the roots, by the bucket of requests.
+        is_gpu: Rounds of one kind take the same time.
     """
 
     def __init__(self, shape: tuple[int, int], forwards_s: Floats, *, is_gpu: bool) -> None:
-        # By the number of rounds, which of them counts, the fastest one first.
+        # By the number of kept rounds: the rank of the round that counts, the fastest first.
         part = _FASTER if is_gpu else _FASTER_CPU
         counted = [max(n - 1, 0) // part for n in range(1 + _NUM_SAMPLES)]
         self._counted = np.array(counted)
@@ -57,7 +59,7 @@ class RoundSamples:
         self._forwards_s = forwards_s
         self._took_s = np.full((*shape, _NUM_SAMPLES), np.nan)
         self._forward_s = np.zeros(self._took_s.shape)
-        self._plain_s = np.full(self._took_s.shape, np.nan)  # as was known then
+        self._plain_s = np.full(self._took_s.shape, np.nan)  # a plain round, as of then
         self._batch = np.zeros(self._took_s.shape, dtype=np.int64)
         self._share = np.ones(self._took_s.shape)
         self._num_rounds = np.zeros(shape, dtype=np.int64)
@@ -75,12 +77,15 @@ class RoundSamples:
         share: float,
         now_s: float,
     ) -> None:
-        """Take note of a round; what was learned long ago of its place is forgotten.
+        """Keep the time of a round; old times of its place are forgotten.
 
         Args:
-            forward_s: Of that, what its forward takes.
+            place: Of the table.
+            took_s: Time of the round.
+            forward_s: Time of its forward.
             batch: Bucket of its requests.
-            share: Part of its trees' time that it took.
+            share: See `RoundCosts._share`.
+            now_s: Monotonic time.
         """
         if self._noted_at_s[place] < now_s - _STALE_S:
             self._num_rounds[place] = 0
@@ -99,14 +104,14 @@ class RoundSamples:
         self._round += 1
 
     def forget_trees(self, now_s: float) -> bool:
-        """Forget what was learned long ago of rounds with trees; return whether there was any."""
+        """Forget old entries of rounds with trees; return whether there were any."""
         return bool(self._forget(self._noted_at_s < now_s - _STALE_S, slice(None)).any())
 
     def forget_plain(self, batch: int, now_s: float) -> bool:
-        """Forget what rounds of so many requests take without trees, if there was none for many
-        others, and on a GPU none of any number of requests for long.
+        """Forget the entry of rounds without trees of a bucket of requests, if there was no such
+        round among many others, and on a GPU no round without trees at all for long.
 
-        Returns: Whether it is forgotten now.
+        Returns: Whether the entry was forgotten.
         """
         place = (0, batch)
         is_old = self._noted_round[place] < self._round - self._patience[place]
@@ -122,12 +127,14 @@ class RoundSamples:
     def try_again(
         self, now_s: float, first: int, last: int, is_plausible: NDArray[np.bool_]
     ) -> bool:
-        """Forget which rounds were not tried for many others; return whether there was any.
+        """Forget entries of rounds with trees that were not measured for many rounds.
 
         Args:
-            first: Bucket of the trees that there are.
-            last: Of the requests.
-            is_plausible: By place, what is known of it can be believed.
+            now_s: Monotonic time.
+            first: Bucket of the present number of trees; entries of fewer trees are kept.
+            last: Bucket of the present number of requests; entries of more trees are kept.
+            is_plausible: By place, whether the entry can be right.
+        Returns: Whether any entry was forgotten.
         """
         buckets = slice(first, last + 1)
         is_old = self._noted_round < self._round - self._patience
@@ -142,7 +149,7 @@ class RoundSamples:
         self._patience[is_tried] = np.minimum(2 * self._patience[is_tried], _LAST_PATIENCE)
         has_any = bool(is_tried.any())
         if self._is_gpu:
-            is_tried[:, : first + 1] = False  # of no more trees than there are
+            is_tried[:, : first + 1] = False  # as many trees as now
             self._many_s[is_tried] = np.minimum(2 * self._many_s[is_tried], _LAST_MANY_S)
         return has_any
 
@@ -155,10 +162,12 @@ class RoundSamples:
         return is_stale
 
     def entry(self, place: tuple[int, int], host_s: Floats) -> float | None:
-        """Return what is known of a place; None: nothing yet.
+        """Return the entry of a place: at rung 0 the time beside the forward, else beside forward
+        and host. None: too few rounds.
 
         Args:
-            host_s: By the bucket of requests, what rounds take without trees; of rung 0 left out.
+            host_s: Time of rounds without trees beside their forwards, by the bucket of requests;
+                not used at rung 0.
         """
         count = min(int(self._num_rounds[place]), _NUM_SAMPLES)
         if count < _LEAST_SAMPLES:
@@ -168,7 +177,7 @@ class RoundSamples:
         return max(sorted(beside_s.tolist())[self._counted[count]], 0.0)
 
     def entries(self, host_s: Floats) -> Floats:
-        """Return what is known of all places, as `entry` does; NaN: nothing yet."""
+        """Return the entries of all places, see `entry`; NaN: too few rounds."""
         counts = np.minimum(self._num_rounds, _NUM_SAMPLES)
         beside_s = self._beside_s(..., host_s)
         beside_s[0] = self._host_s(0)
@@ -177,8 +186,8 @@ class RoundSamples:
         return np.where(counts >= _LEAST_SAMPLES, np.maximum(median, 0.0), np.nan)
 
     def totals(self) -> tuple[Floats, Ints]:
-        """Return what rounds of all places took beside their forwards, as far as they had as many
-        requests as the newest one, NaN: not known yet; and the bucket of requests of that.
+        """Return the time beside the forward for all places, from the rounds with as many requests
+        as the newest round of the place, NaN: too few rounds; and the bucket of these requests.
         """
         newest = ((self._num_rounds - 1) % _NUM_SAMPLES)[..., None]
         batches = np.take_along_axis(self._batch, newest, axis=2)
@@ -189,12 +198,12 @@ class RoundSamples:
         return np.where(counts >= _LEAST_SAMPLES, counted, np.nan), batches[..., 0]
 
     def _host_s(self, samples: Any) -> Floats:
-        """Return what some rounds took beside their forwards: without trees, what hosts do."""
+        """Return the time beside the forward: without trees, the hosts' work."""
         beside_s: Floats = self._took_s[samples] - self._forward_s[samples]
         return beside_s
 
     def _beside_s(self, samples: Any, host_s: Floats) -> Floats:
-        """Return what the trees of some rounds took, all of their rung."""
+        """Return the time of trees beside forward and host, as if all had the largest rung."""
         batch = self._batch[samples]
         took_s = self._took_s[samples]
         if not self._is_gpu:

@@ -1,4 +1,6 @@
-"""Which shape the next tree of a request gets: its credit's, or what a budget decides."""
+"""The shape of the next tree of each request: the shape that its credit names (`TreeShapes`), or,
+in mode AUTO, the shape that the budget decides (`BudgetedShapes`).
+"""
 
 from __future__ import annotations
 
@@ -17,62 +19,66 @@ from target_service.features import MissedRows
 from target_service.nodes import AcceptedNodes, SampledTrees
 from target_service.request import Phase, TargetRequest
 
-# What a round with a tree of a fixed shape brings, of its depth: it hardly matters how much.
+# Accepted drafts expected of a tree of a fixed shape, as a share of its depth. Decisions hardly
+# depend on this number.
 _FIXED_ACCEPTED = 0.5
-# Rounds say what trees take, unless one draft in so many has to catch up; and those without trees
-# what plain rounds take, unless one request in so many would have one but for this round.
+# The time of a round with trees is not learned from while more than one draft in so many catches
+# up. The time of a round without trees is not learned from if more than one request in so many
+# usually has trees.
 _UNLIKE_SHARE = 8
-# .. or did in the last few rounds: its draft may still be busy with what it has read.
+# Nor in so many rounds after such a round: the draft may still be busy.
 _SETTLING_ROUNDS = 4
 
 
 class TreeShapes:
-    """Every tree has the shape of its credit."""
+    """Gives every tree the shape that its request's credit names."""
 
     def begin(self, request: TargetRequest) -> bool:
-        """Take note that a draft is attached to a request.
+        """Note that a draft was attached to a request.
 
         Returns: Whether the request is likely to rest at first.
         """
         return False
 
     def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
-        """Return the shape of the next tree that is ordered; None: the request rests."""
+        """Return the shape of the next tree to order for a request; None: the request rests."""
         return credit.shape
 
     def expects_nothing_of(self, request: TargetRequest) -> bool:
-        """Return whether a request that rests is not expected to have trees at all."""
+        """Return whether trees of a resting request would not pay even if it ran alone."""
         return False
 
     def begin_orders(self) -> None:
-        """Take note of what was decided before the orders of a step's rounds: they waited for that,
-        and an order may decide anew.
+        """Remember the rungs that are decided now, before the trees of a step are ordered.
+
+        The rounds that have just ended waited for trees of these rungs; an order may cause a new
+        decision.
         """
 
     def note_step(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool
     ) -> None:
-        """Take note of a step that was read, to learn from it later; its rounds are ordered and not
-        committed yet.
+        """Keep what `learn` needs of a step whose result was read: the next trees of its requests
+        are ordered, and its rounds are not committed yet.
 
         Args:
-            is_clean: It had no rows but those of the trees.
+            is_clean: The step had rows of trees only: no prompts, no replays.
         """
 
     def learn(self) -> None:
-        """Learn from the step that was noted, and decide about trees that are ordered later."""
+        """Learn from the step of the last `note_step`, and decide if a decision is due."""
 
     def note_targets(self, num_targets: int) -> None:
-        """Take note of how many targets the draft grows trees for; 0: not said."""
+        """Note how many targets the draft grows trees for; 0: the draft did not say."""
 
 
 class _NotedRound(NamedTuple):
-    """What a request whose round has ended was like before the commit.
+    """The state of a request whose round has ended, before the commit of this round.
 
     Args:
-        row: Of the step.
-        progress: Of its draft; None: none was attached.
-        credit: As the draft had it.
+        row: The request's row in the step.
+        progress: Progress of its draft; None: no draft was attached.
+        credit: The credit for trees; None: no draft was attached, or it had no credit.
         num_grown: As of TargetRequest.
     """
 
@@ -86,10 +92,10 @@ class _NotedStep(NamedTuple):
     """A step to learn from.
 
     Args:
-        rounds: Not of prompts that end, nor of requests that have ended.
-        wanted: By slot, the rungs that were decided last.
-        num_running: Requests, in this step or in others.
-        num_asked: Of these, drafts that were asked for their first trees.
+        rounds: Rounds of requests that still run; the ends of prompts are no rounds.
+        wanted: By slot, the rungs decided when these rounds' trees were ordered.
+        num_running: Running requests, in this step or not.
+        num_asked: Running requests whose drafts were asked for their first trees.
         is_clean: As of `TreeShapes.note_step`.
     """
 
@@ -103,14 +109,17 @@ class _NotedStep(NamedTuple):
 
 
 class BudgetedShapes(TreeShapes):
-    """Shapes of credits that adapt are what a budget decides, within the credit's own.
+    """Asks a budget for the shape of each tree whose credit adapts (mode AUTO); the credit's own
+    shape is the largest that the budget may choose.
 
-    It decides in `learn`, and at once only for the first request of a step that nothing was decided
-    for yet.
+    Decisions are made in `learn`, while the GPU runs the next step. Only for a request about which
+    nothing was decided yet a decision is made at once, in `of`; further requests of the same step
+    then join that decision.
 
     Args:
-        requests: Of the engine.
-        missed: Of a request, what its draft would have to get if it rested no more.
+        requests: All requests of the engine, by request_id.
+        budget: Decides.
+        missed: Returns the rows that a request's draft would need if the request stopped resting.
     """
 
     def __init__(
@@ -122,16 +131,16 @@ class BudgetedShapes(TreeShapes):
         self._requests = requests
         self._budget = budget
         self._missed = missed
-        # By slot: who holds it as far as the budget knows, and the rung it wants of that request;
-        # None: it was not asked yet, or only before the request had credit for trees.
+        # By slot: the request that holds the slot as far as the budget knows, and the rung decided
+        # for this request. None: nothing was decided, or only before it had credit for trees.
         self._owners: list[TargetRequest | None] = [None] * len(budget.rungs)
         self._wanted: list[int | None] = [None] * len(budget.rungs)
-        # By slot, that rung within a credit; None: it was not looked up.
+        # By slot, a cache: the credit, and the decided rung as a shape within it. None: not known.
         self._shapes: list[tuple[PeerTrees, TreeShape | None] | None] = [None] * len(budget.rungs)
         self._noted: _NotedStep | None = None
-        self._wanted_before: list[int | None] | None = None  # the step's orders
-        self._has_decided = False  # at once, since orders began
-        self._num_settling = 0  # rounds to come that say nothing of costs
+        self._wanted_before: list[int | None] | None = None  # `_wanted` when orders of a step began
+        self._has_decided = False  # in `of`, since orders of this step began
+        self._num_settling = 0  # next rounds whose times are not learned from
 
     def begin(self, request: TargetRequest) -> bool:
         if request.req_idx >= 0:
@@ -150,7 +159,7 @@ class BudgetedShapes(TreeShapes):
             self._decide()
             self._has_decided = True
         known = self._shapes[slot]
-        if known is None or known[0] is not credit:  # it may be another one by now
+        if known is None or known[0] is not credit:  # the request may have got another credit
             known = self._shapes[slot] = credit, self._shape(self._wanted[slot], credit.shape)
         return known[1]
 
@@ -242,7 +251,7 @@ class BudgetedShapes(TreeShapes):
         self._budget.costs.num_targets = max(num_targets, 1)
 
     def _note_owner(self, request: TargetRequest) -> None:
-        """Take note of who holds a slot."""
+        """Note that a request holds its slot; a new holder begins anew."""
         slot = request.req_idx
         if self._owners[slot] is not request:
             self._owners[slot] = request
@@ -287,7 +296,12 @@ class BudgetedShapes(TreeShapes):
 
 
 def _fixed_rounds(num_roots: int, shapes: Sequence[TreeShape]) -> FixedRounds:
-    """Return what requests need whose shapes are not chosen, or who have no trees."""
+    """Return what the requests take whose trees are not chosen here.
+
+    Args:
+        num_roots: Requests without trees.
+        shapes: The shape of each request with a fixed shape.
+    """
     num_tokens = sum([1 + _FIXED_ACCEPTED * shape.num_steps for shape in shapes])
     return FixedRounds(
         num_requests=num_roots + len(shapes),
@@ -299,8 +313,8 @@ def _fixed_rounds(num_roots: int, shapes: Sequence[TreeShape]) -> FixedRounds:
 
 
 def _most_steps(credit: PeerTrees | None) -> int:
-    """Return how many steps trees of a credit have at most; 0: they are none of the ladder's, whose
-    sizes say which they are.
+    """Return how many steps trees of a credit have at most; 0: no credit, or a shape that is not on
+    the ladder, so that the size of a tree does not say its rung.
     """
     if credit is None:
         return 0
@@ -309,16 +323,16 @@ def _most_steps(credit: PeerTrees | None) -> int:
 
 
 def _is_waited_for(noted: _NotedRound) -> bool:
-    """Return whether the newest round of a request has waited for a tree."""
+    """Return whether a round waited for its tree."""
     return noted.progress is Progress.CAUGHT_UP and noted.credit is not None
 
 
 def _does_without(request: TargetRequest, progress: Progress | None) -> bool:
-    """Return whether a request had no trees for a while, and not just none in its last rounds, for
-    which its host waits.
+    """Return whether a request has had no trees for a while: it rests, or it never has a draft. A
+    request that had no tree in just this round does not count.
 
     Args:
-        progress: Of its draft; None: none was attached.
+        progress: Progress of its draft; None: no draft was attached.
     """
     if progress is None:
         return request.peer_trees is None and not request.open.wants_features
