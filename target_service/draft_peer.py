@@ -10,7 +10,12 @@ from shared.peer.channel import PeerChannel
 
 
 class Progress(enum.Enum):
-    """How far a draft has read the tokens of its request."""
+    """How far a draft has read the tokens of its request, as its target knows.
+
+    BEHIND ─▶ ASKED ─▶ (JOINING ─▶) CAUGHT_UP. A rest leads from each state to RESTING, its end to
+    ASKED; the end of a credit leads back to BEHIND unless the draft has caught up. Rounds wait for
+    trees in CAUGHT_UP alone; in all other states they have the root alone.
+    """
 
     BEHIND = "no tree is ordered; rounds go on with the root alone"
     ASKED = "its first tree is ordered, again and again; it comes once the draft has caught up"
@@ -24,17 +29,20 @@ class MailboxUse:
     """What a request and its draft exchange through the target's mailbox.
 
     Args:
-        tag_base: Its round tags count from here (see mailbox.py); None: no tree was ordered yet.
-        tagged_round: Last round whose tree was ordered through the mailbox, in this shape.
-        following_shape: Of the tree after that one, which the draft's device grows by itself; None:
-            it grows none.
-        launched_round: Last round that was launched before its tree was here, to come to this slot.
-        num_late: Times that the device waited in vain for a tree, less the times that it did not.
+        tag_base: The request's round tags count from here (see mailbox.py); None: no tree was
+            ordered yet.
+        tagged_round: Last round whose tree was ordered through the mailbox.
+        tagged_shape: Shape of that tree.
+        following_shape: Shape of the tree after that one, which the draft's device grows without an
+            order; None: it grows none.
+        launched_round: Last round that was launched before its tree had come.
+        slot: Where in the mailbox that tree comes.
+        num_late: How often the device waited in vain for a tree, less how often a tree came.
         resumes_at: First round whose tree may be ordered through the mailbox again.
-        paths_from: Of a draft that joins, the first round whose path is posted: earlier ones were
-            launched before it had tags.
-        joins_until: Of one that has not joined by then, the first round that waits for its host.
-        shares_gpu: The draft's device is the target's: streams wait, no kernel does.
+        paths_from: While the draft joins: first round whose path is posted. Earlier rounds were
+            launched before the request had tags.
+        joins_until: If the draft has not joined by this round, rounds wait for the draft's host.
+        shares_gpu: Draft and target share a GPU: streams wait for trees, no kernel does.
     """
 
     tag_base: int | None = None
@@ -56,14 +64,14 @@ class DraftPeer:
 
     Args:
         channel: To the draft's engine.
-        draft_epoch: Of the draft's state.
+        draft_epoch: Epoch of the draft's state.
         mailbox: None: the draft posts no trees to this target's mailbox.
-        credit: Leave to order trees; None: none is ordered.
-        progress: Whether its trees are worth waiting for.
+        credit: Leave to order trees; None: no tree may be ordered.
+        progress: How far the draft has read; whether rounds wait for its trees.
         num_tokens_sent: Tokens of the request that the draft has.
         ordered_round: Last round whose tree the target ordered, at `ordered_ns`.
         waits_from: First round that waits for a tree, once the draft has caught up.
-        is_reported_resting: What the orchestrator was told last.
+        is_reported_resting: What the last DraftRest to the orchestrator said.
     """
 
     channel: PeerChannel

@@ -6,8 +6,8 @@ Rows by position:
     [start, end)      retained
     [next, end)       not sent to the subscriber yet; next < start: a gap that replay closes first
 
-Of a request that rests, later rows are kept elsewhere (resting_rows.py) until trees are wanted, or
-nowhere, if nothing is expected of its trees: then all of them are replayed.
+While a request rests, its new rows are kept in resting_rows.py instead. If its trees would never
+pay, they are kept nowhere, and all of them are replayed if the request wakes after all.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class FeatureLog:
         reads_ring: Whether the subscriber can read the feature ring.
         channel: To the subscriber's engine; None: the subscriber has a stream at the front.
         is_replaying: A step in flight computes rows again.
-        is_held_back: Nothing is sent for now: no trees are wanted of the request.
-        is_dormant: No rows are kept either, nor brought to the host.
-        rested_since: Step from which on rows are kept elsewhere; None: they are kept here.
+        is_held_back: Nothing is sent for now: the request rests.
+        is_dormant: Rows are not even kept, nor copied to the host: all are replayed on waking.
+        rested_since: `RestedRows.end` when the request began to rest: rows since then are kept
+            there. None: the request does not rest, and rows are kept here.
     """
 
     retain_rows: int
@@ -66,13 +67,13 @@ class FeatureLog:
         self.end += len(rows)
 
     def append_rested(self, position: int, rows: FeatureRows) -> None:
-        """Keep rows that were kept elsewhere; all before them that are not here are gone."""
+        """Keep rows that were kept in RestedRows; rows between `end` and these are gone."""
         if position > self.end:
             self.skip_to(position)
         self.append(position, rows)
 
     def skip_to(self, position: int) -> None:
-        """Keep no rows before a position, whose rows are the next that will come."""
+        """Drop all rows; the next row to append is that of `position`."""
         self._blocks.clear()
         self.start = self.end = position
 

@@ -1,8 +1,14 @@
-"""The owner of all feature streams in the engine: who gets which rows, in what order, and how.
+"""Send each request's feature rows to the draft that has subscribed to them.
 
-Rows go to one subscriber of a request: over the channel of an attached draft, or through the front.
-They go in order of position, without gaps: rows that are gone are replayed first. They travel in
-the feature ring, or else in chunks of at most MAX_CHUNK_BYTES.
+A request has one subscriber: an attached draft, over its peer channel; or a draft on the front's
+StreamFeatures. Rows are sent in order of position, without gaps: rows that are no longer kept are
+computed again first (a replay). The bytes of the rows are written to the feature ring (shared
+memory) if the draft reads it, and a message names their place; else the message carries them.
+
+Per request the state is a `FeatureLog`. While a request rests (resting.py), its rows are held back:
+
+    hold_back ─▶ rows are kept in `rested` ──────────────▶ wake ─▶ send: `_release`, up to
+        └─▶ keep_none: rows are not kept at all (dormant) ──┘      WOKEN_ROWS rows a step
 """
 
 from __future__ import annotations
@@ -32,17 +38,17 @@ from target_service.resting_rows import RestedPath, RestedRows, RestedRun
 logger = logging.getLogger(__name__)
 
 MAX_EARLY_SUBSCRIPTIONS = 4096
-# Rows of requests that have rested go out with a step until there are so many, or so many bytes:
-# hosts copy them while others wait for the next step, and a draft reads them in a round or two.
+# Most rows, and bytes, of waking requests that are sent with one step: hosts copy these rows while
+# other requests wait for the next step, and a draft reads them in a round or two.
 WOKEN_ROWS, _WOKEN_BYTES = 1024, 8 << 20
 
 
 class MissedRows(NamedTuple):
-    """Rows that a request's draft would have to get if it rested no more.
+    """Rows that a request's draft would need if the request stopped resting now.
 
     Args:
-        num_kept: That were kept for it, here or with those of others that rest.
-        num_replayed: That would have to be computed again.
+        num_kept: Rows that are kept, in the request's log or in RestedRows.
+        num_replayed: Rows that would have to be computed again.
     """
 
     num_kept: int = 0
@@ -50,14 +56,14 @@ class MissedRows(NamedTuple):
 
 
 class FeatureOutlet:
-    """Subscriptions to the features of an engine's requests, and what is sent to them.
+    """Owns the subscriptions to features of an engine's requests, and sends the rows.
 
     Args:
-        requests: Of the engine, by request_id.
+        requests: All requests of the engine, by request_id.
         outbox: Takes chunks for subscribers at the front.
-        spec: What a row is; width 0: the target captures none.
-        retain_rows: Rows kept per request until acknowledged.
-        ring: Carries rows to drafts on this host; None: rows travel in the messages.
+        spec: Width and dtype of a row; width 0: the target captures no features.
+        retain_rows: Rows kept per request until they are acknowledged.
+        ring: Carries rows to drafts on this host; None: messages carry the rows.
     """
 
     def __init__(
@@ -76,31 +82,31 @@ class FeatureOutlet:
         self._retain_rows = retain_rows
         row_bytes = spec.width * DTYPES[spec.dtype].itemsize if spec.width else 0
         self.rows_per_chunk = max(1, MAX_CHUNK_BYTES // row_bytes) if row_bytes else 0
-        """Rows that a message may carry as bytes."""
+        """Most rows in one message."""
         self.early_subscriptions: dict[str, FeatureSubscribe] = {}
         self.row_bytes = row_bytes
         self.num_bytes = dict.fromkeys(("ring", "peer", "front"), 0)
-        """Bytes of rows that were sent, by what carries them."""
+        """Bytes of rows that were sent: through the ring, in peer messages, in front messages."""
         self.rested = RestedRows(row_bytes)
-        """Rows of requests that rest."""
+        """Rows of resting requests."""
         self._waking: dict[str, TargetRequest] = {}
 
     # --- subscribers -----------------------------------------------------------------------------
 
     def start(self, request: TargetRequest) -> FeatureSubscribe | None:
-        """Keep the rows of a request that was just opened, if a draft wants them.
+        """Begin to keep the rows of a request that was just opened, if a draft will want them.
 
-        Returns: The subscription that came before the request did.
+        Returns: The subscription, if it came before the request was opened.
         """
         if request.open.wants_features and self._spec.width:
             request.features = FeatureLog(retain_rows=self._retain_rows)
         return self.early_subscriptions.pop(request.request_id, None)
 
     def subscribe(self, message: FeatureSubscribe, channel: PeerChannel | None) -> None:
-        """Send a request's rows from a position on.
+        """Begin to send a request's rows, from the position that the message names.
 
         Args:
-            channel: Where the subscription came from, and the rows go; None: the front.
+            channel: Where the subscription came from and the rows go; None: the front.
         Raises: NotFoundError, StaleStateError or InvalidArgumentError.
         """
         request = self._requests.get(message.request_id)
@@ -121,7 +127,7 @@ class FeatureOutlet:
         self._send(request, log)
 
     def unsubscribe(self, message: FeatureUnsubscribe) -> None:
-        """Send no more rows to a subscriber at the front."""
+        """End the subscription of a draft at the front."""
         early = self.early_subscriptions.get(message.request_id)
         if early is not None and early.target_epoch <= message.target_epoch:
             del self.early_subscriptions[message.request_id]
@@ -130,20 +136,20 @@ class FeatureOutlet:
             log.unsubscribe()
 
     def acknowledge(self, message: FeatureAck, channel: PeerChannel | None) -> None:
-        """Drop rows that the subscriber has."""
+        """Drop the rows that the subscriber has acknowledged."""
         log = self._log_of(message, channel)
         if log is not None:
             log.acknowledge(message.position)
 
     def detach(self, request: TargetRequest, channel: PeerChannel) -> None:
-        """End a subscription over a channel that is gone; its draft subscribes at the front."""
+        """End a subscription over a channel that has closed; its draft will subscribe at the front."""
         if request.features is not None and request.features.channel is channel:
             request.features.unsubscribe()
 
     def _log_of(
         self, message: FeatureAck | FeatureUnsubscribe, channel: PeerChannel | None
     ) -> FeatureLog | None:
-        """Return the rows that a message is about, if they go where the message came from."""
+        """Return the log that a message is about, if its subscriber is the message's sender."""
         request = self._requests.get(message.request_id)
         if request is None or request.target_epoch != message.target_epoch:
             return None
@@ -153,7 +159,7 @@ class FeatureOutlet:
     # --- rows ------------------------------------------------------------------------------------
 
     def commit_replay(self, request: TargetRequest, position: int, rows: FeatureRows) -> None:
-        """Send the rows of a replay, unless the request was subscribed to anew meanwhile."""
+        """Send the rows of a replay, unless a new subscription wants other rows next."""
         log = request.features
         assert log is not None
         if log.next == position:
@@ -161,16 +167,18 @@ class FeatureOutlet:
             log.next = position + len(rows)
 
     def keep_rested(self, paths: Sequence[RestedPath], features: FeatureRows) -> None:
-        """Keep the rows of the paths of requests that rest.
+        """Keep the rows of the paths of resting requests.
 
         Args:
-            features: [B, D + 1, row_bytes], of all paths of the step.
+            features: [B, D + 1, row_bytes], the rows of all paths of the step.
         """
         self.rested.append(paths, features)
 
     def keep_rested_chunk(self, request: TargetRequest, position: int, rows: FeatureRows) -> None:
-        """Keep the rows of a chunk of a prompt that is held back: in the memory that all who rest
-        have, whatever the length of prompts; and the step's buffer is free again.
+        """Keep the rows of a prompt chunk of a request that is held back.
+
+        They go to `rested`, whose size does not depend on the length of prompts. The copy frees the
+        step's buffer.
         """
         log = request.features
         assert log is not None
@@ -180,7 +188,7 @@ class FeatureOutlet:
         self.rested.append([path], rows[None])
 
     def hold_back(self, request: TargetRequest) -> None:
-        """Send nothing of a request for now: no trees are wanted of it."""
+        """Send no rows of a request until `wake`: it rests."""
         log = request.features
         if log is None:
             return
@@ -190,8 +198,8 @@ class FeatureOutlet:
             log.rested_since = self.rested.end
 
     def keep_none(self, request: TargetRequest) -> None:
-        """Keep no rows of a request that is held back until it wakes: nothing is expected of its
-        trees, and steps of such requests alone need not bring any to the host.
+        """Do not even keep the rows of a request that is held back: its trees would not pay. A step
+        of such requests alone copies no rows to the host.
         """
         log = request.features
         if log is None or log.is_dormant or not log.is_held_back:
@@ -201,7 +209,7 @@ class FeatureOutlet:
             log.skip_to(log.end)
 
     def missed(self, request: TargetRequest) -> MissedRows:
-        """Return what a request's draft would have to get if it rested no more."""
+        """Return which rows a request's draft would need if the request stopped resting now."""
         log = request.features
         if log is None:
             return MissedRows()
@@ -216,10 +224,10 @@ class FeatureOutlet:
         return MissedRows(num_replayed=num_missed)
 
     def wake(self, request: TargetRequest, *, at_once: bool = False) -> None:
-        """Send what was held back of a request, in one of the next steps.
+        """Send the rows of a request that were held back, with one of the next steps.
 
         Args:
-            at_once: There may be no other step before its draft has these rows.
+            at_once: Send them now: the request may have no step before its draft has these rows.
         """
         log = request.features
         if log is None or not log.is_held_back:
@@ -232,7 +240,7 @@ class FeatureOutlet:
             self._waking[request.request_id] = request
 
     def send(self) -> None:
-        """Send what every subscriber has not got yet, and drop rows past the budget."""
+        """Send each subscriber the rows it has not got yet, and drop rows past `retain_rows`."""
         self._wake_some()
         for request in self._requests.values():
             log = request.features
@@ -241,14 +249,14 @@ class FeatureOutlet:
             if log.is_settled:
                 continue
             self._send(request, log)
-            # A replay in flight ends where the rows held begin: they must stay meanwhile.
+            # A replay in flight ends where the kept rows begin: these must stay meanwhile.
             if not log.is_replaying:
                 log.trim()
         if self.ring is not None:
             self.ring.start_step()
 
     def _wake_some(self) -> None:
-        """Release requests that are waking, as many as drafts can read the rows of in a step."""
+        """Release the rows of waking requests, as many rows as one step may send."""
         num_rows = min(WOKEN_ROWS, _WOKEN_BYTES // max(self.row_bytes, 1))
         while self._waking and num_rows > 0:
             request_id = next(iter(self._waking))
@@ -259,7 +267,9 @@ class FeatureOutlet:
                 self._release(request, log)
 
     def _release(self, request: TargetRequest, log: FeatureLog) -> None:
-        """Bring the log of a request up to date that was held back."""
+        """End the rest of a request: send its kept rows, or have its log skip them, so that they
+        are replayed.
+        """
         log.is_held_back = False
         if log.is_dormant:
             log.is_dormant = False
@@ -270,18 +280,20 @@ class FeatureOutlet:
         run, end = self.rested.newest(request.req_idx, since), request.committed_len
         if run is None or run.position + len(run.places) != end:
             if log.end < end:
-                log.skip_to(end)  # too long ago: all is replayed
+                log.skip_to(end)  # some were overwritten: all are replayed
             return
         self._send(request, log)
         if log.next == log.end == run.position:
             self._emit_rested(request, log, run)
             log.skip_to(end)
             log.next = end
-        else:  # rows before these are missing, or nobody reads them yet
+        else:  # earlier rows must be replayed first, or nobody has subscribed yet
             log.append_rested(run.position, self.rested.copy(run.places))
 
     def can_send_early(self, request: TargetRequest, position: int) -> bool:
-        """Return whether rows at a position may go to the attached draft before their commit."""
+        """Return whether rows from a position on may be sent to the attached draft before they are
+        committed.
+        """
         log = request.features
         if log is None:
             return True
@@ -296,8 +308,8 @@ class FeatureOutlet:
         """Return the rows of accepted paths, which are not committed yet, as bytes.
 
         Args:
-            parts: Of each request, from its next position on.
-        Returns: None if they are too many for a message.
+            parts: The rows of each request, from its next position on.
+        Returns: None if there are too many rows for a message.
         """
         num_rows = sum(map(len, parts))
         if num_rows > self.rows_per_chunk:
@@ -314,9 +326,9 @@ class FeatureOutlet:
         """Make room in the ring for the rows of accepted paths, which are not committed yet.
 
         Args:
-            num_rows: Of each request, from its next position on.
-        Returns: Where `write_early` is to put them, one request after the other; None if they are
-            too many for the ring.
+            num_rows: Number of rows of each request, from its next position on.
+        Returns: The room, for `write_early` to fill one request after the other; None if there are
+            too many rows for the ring.
         """
         assert self.ring is not None
         shape = (sum(num_rows), self._spec.width)
@@ -328,13 +340,13 @@ class FeatureOutlet:
         return PathRows(shape=shape, dtype=self._spec.dtype, data=span)
 
     def write_early(self, place: PathRows, parts: Sequence[FeatureRows]) -> None:
-        """Write rows where `claim_early` made room for them."""
+        """Write rows into the room that `claim_early` has made."""
         assert self.ring is not None and isinstance(place.data, RingSpan)
         self.ring.fill(place.data, parts)
 
     @staticmethod
     def _advance(requests: Sequence[TargetRequest], num_rows: Sequence[int]) -> None:
-        """Take note that rows are on their way."""
+        """Note that the next rows of requests have been sent."""
         for request, count in zip(requests, num_rows, strict=True):
             assert request.features is not None and request.features.next is not None
             request.features.next += count

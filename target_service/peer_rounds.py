@@ -1,17 +1,17 @@
-"""Peer rounds: the target orders trees of drafts whose engines are attached to it.
+"""Peer rounds: the target orders trees from drafts whose engines are attached to its engine.
 
-The orchestrator gives the credit, hears of every path, and orders a round itself when one does not
-come. Whatever is lost here costs a round its tree, or a wait, and no token.
+The orchestrator gives the credit, gets every path, and orders a round itself if a path does not
+come. A lost message costs a round its tree, or a wait, and no token.
 
-A draft that attaches has a prompt to read. One tree is ordered of it, and rounds of the root alone
-go on until that tree comes, late for its own round as a rule. From then on rounds wait for trees;
-where the draft's device can grow trees by itself, rounds of the root alone go on until it does, for
-a round that waits for its host would miss steps (`Progress.JOINING`). In case that order or its
-tree is lost, another tree is ordered every `ASK_ROUNDS` rounds.
+A draft that attaches has a prompt to read. The target orders one tree and goes on with root-only
+rounds until this tree comes, as a rule too late for the round that it was ordered for. From then on
+rounds wait for trees. If the draft's device can grow trees without orders from its host, root-only
+rounds go on until it does (`Progress.JOINING`): a round that waits for the draft's host would miss
+steps. In case the order or its tree is lost, another tree is ordered every `ASK_ROUNDS` rounds.
 
-A request may rest: `TreeShapes` wants no tree of it for a while. Its rounds go on with the root
-alone, and its draft hears nothing (resting.py). When trees are wanted again one is ordered as if
-the draft had just attached.
+A request may rest: `TreeShapes.of` gives it no tree for a while. Its rounds have the root alone,
+and its draft gets nothing (resting.py). When the request is given a tree again, one tree is ordered
+as if the draft had just attached.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ ASK_ROUNDS = 16
 
 
 class PeerRounds(TreeSource):
-    """Orders trees over channels and queues what comes back.
+    """Orders trees over peer channels, and queues the rounds of trees that come back.
 
     Args:
-        shapes: Chooses the shapes of trees; None: all have those of their credits.
+        shapes: Chooses the shapes of trees; None: every tree has the shape of its credit.
     """
 
     def __init__(

@@ -1,11 +1,13 @@
-"""Feature rows of requests that rest: kept step by step for all of them, sent to nobody.
+"""Keep the feature rows of all resting requests in one ring buffer, the oldest rows overwritten.
 
-While a request rests nobody reads its rows, and it may end before anybody does. So a step's rows
-are kept as they come, whatever the number of requests, over the oldest ones. Those of one request
-are looked for when trees are wanted of it again; what is no longer there then is replayed.
+While a request rests its draft reads no rows, and the request may end before the draft ever does.
+Keeping a row must therefore be cheap: the rows of a step are appended to the ring in one copy,
+whatever the number of requests. Finding the rows of one request (`RestedRows.newest`) is work for
+the moment when the request wakes. Rows that have been overwritten by then are computed again (a
+replay).
 
-A target with a GPU takes and touches the memory at its start: a page that is touched for the first
-time takes some microseconds, which was 2 ms of a step of 256 requests.
+A target with a GPU allocates and touches the memory at its start: the first write to each page of
+memory takes some microseconds, which added 2 ms to a step of 256 requests.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ FeatureRows = NDArray[np.uint8]
 """[.., row_bytes]"""
 
 MAX_RESTED_BYTES = 512 << 20
-"""Of the memory for rows that are kept; the oldest ones go first."""
+"""Most memory for the rows of resting requests."""
 _MAX_RESTED_ROWS = 1 << 16
 _NOBODY = -1
 
 
 class RestedPath(NamedTuple):
-    """Where the rows of a request that rests are among those of a step.
+    """Which of a step's feature rows belong to a resting request.
 
     Args:
         row: The request's row in the step's PathOutputs.
-        slot: Its row of the page table.
-        position: Of the first row.
-        num_rows: So many.
+        slot: The request's row of the page table.
+        position: Position of the first feature row.
+        num_rows: Number of feature rows.
     """
 
     row: int
@@ -44,11 +46,11 @@ class RestedPath(NamedTuple):
 
 
 class RestedRun(NamedTuple):
-    """Rows of a request at positions one behind the other.
+    """Kept feature rows of one request at consecutive positions.
 
     Args:
-        position: Of the first.
-        places: [n], where they lie.
+        position: Position of the first row.
+        places: [n], indices of the rows in the ring.
     """
 
     position: int
@@ -56,29 +58,32 @@ class RestedRun(NamedTuple):
 
 
 class RestedRows:
-    """The rows that were kept last.
+    """A ring buffer of the newest feature rows of resting requests.
+
+    Rows are numbered as they are appended; row number n lies at place n % capacity.
 
     Args:
-        row_bytes: Of a row.
+        row_bytes: Bytes of a row.
+        max_bytes: Most memory for rows.
 
     Attributes:
-        end: Rows that were ever kept.
+        end: Number of the next row: how many rows were ever appended.
     """
 
     def __init__(self, row_bytes: int, max_bytes: int = MAX_RESTED_BYTES) -> None:
         self.end = 0
         self._row_bytes = row_bytes
         self._capacity = min(max_bytes // max(row_bytes, 1), _MAX_RESTED_ROWS)
-        # Of each place: whose row is there, and which.
+        # By place: the slot and the position of the row that lies there.
         self._slots = np.zeros(0, dtype=np.int32)
         self._positions = np.zeros(0, dtype=np.int32)
         self._rows: FeatureRows | None = None
 
     def reserve(self, *, is_touched: bool = True) -> None:
-        """Take the memory, unless it was taken.
+        """Allocate the memory, unless it was allocated.
 
         Args:
-            is_touched: All of it at once, not page by page as rows come.
+            is_touched: Have the system provide all pages at once, not one by one as rows come.
         """
         num_bytes = self._capacity * self._row_bytes
         if self._rows is not None or not num_bytes:
@@ -90,10 +95,11 @@ class RestedRows:
         self._positions = np.zeros(self._capacity, dtype=np.int32)
 
     def append(self, paths: Sequence[RestedPath], features: FeatureRows) -> None:
-        """Keep the rows of some paths of a step.
+        """Append the rows of some paths of a step.
 
         Args:
-            features: [B, D + 1, row_bytes], of all paths of the step.
+            paths: Which rows; at least one path.
+            features: [B, D + 1, row_bytes], the rows of all paths of the step.
         """
         self.reserve(is_touched=False)
         row, slots, positions, counts = np.array(paths, dtype=np.int64).T
@@ -111,8 +117,11 @@ class RestedRows:
             self._slots[places], self._positions[places] = slots[part], positions[part]
 
     def _places(self, begin: int, num_rows: int) -> Iterator[tuple[slice, slice]]:
-        """Yield for rows of a step where they go: at once, or up to the memory's end and on from
-        its beginning.
+        """Yield which of a step's rows go to which places: one pair of slices, or two if the rows
+        wrap around at the end of the ring.
+
+        Args:
+            begin: Number of the first row.
         """
         first = begin % self._capacity
         size = min(num_rows, self._capacity - first)
@@ -121,11 +130,12 @@ class RestedRows:
             yield slice(size, num_rows), slice(num_rows - size)
 
     def newest(self, slot: int, since: int) -> RestedRun | None:
-        """Return the newest rows of the request that holds a slot, as far back as they are here
-        without a gap; None: there are none.
+        """Return the newest rows of the request that holds a slot, back to the first gap; None: the
+        ring holds none.
 
         Args:
-            since: `end` when it began to rest.
+            since: `end` when the request began to rest: older rows are those of earlier rests, or
+                of earlier holders of the slot.
         """
         places = np.flatnonzero(self._slots == slot)
         cut = self.end % max(self._capacity, 1)  # the oldest row's
@@ -140,16 +150,17 @@ class RestedRows:
         return RestedRun(int(positions[first]), places[first:])
 
     def copy(self, places: Ints, out: FeatureRows | None = None) -> FeatureRows:
-        """Return the rows at some places, [n, row_bytes].
+        """Copy the rows at some places, [n, row_bytes].
 
         Args:
-            out: Where to copy them.
+            out: Where to copy the rows to; None: to new memory.
+        Returns: The copy.
         """
         assert self._rows is not None
         return np.take(self._rows, places, axis=0, out=out, mode="clip")
 
     def has_all(self, since: int) -> bool:
-        """Return whether all rows are still here that were kept since then.
+        """Return whether none of the rows appended since a time has been overwritten.
 
         Args:
             since: `end` at that time.
