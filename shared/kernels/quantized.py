@@ -24,9 +24,9 @@ E4M3_MAX = 448.0
 # Values of k that share a scale, where an output has more than one.
 SCALE_BLOCK = 128
 _BLOCK = tl.constexpr(SCALE_BLOCK)
-# Rows of a weight that become FP8, or come from it, at once.
+# Rows of a weight that are quantised, or dequantised, at a time.
 _QUANTIZED_ROWS = 1 << 13
-# Values that are looked at at once: few launches for small weights, and little memory for large.
+# Values that are checked at a time: few launches for small weights, little memory for large ones.
 _CHECKED_VALUES = 64 << 20
 # The lowest bit of each of eight bytes.
 _LOWEST_BITS = 0x0101010101010101
@@ -58,8 +58,8 @@ class QuantizedWeight:
     Args:
         values: [N, K] float8_e4m3fn, no NaN.
         scales: [1, N] f32, one per output; or [ceil(K / SCALE_BLOCK), N] f32.
-        dtype: Of the rows that are multiplied by it.
-        has_fp8_rows: Rows of 16 bits become FP8 before, where kernels compute.
+        dtype: Dtype of the rows that are multiplied by the weight.
+        has_fp8_rows: Rows of 16 bits become FP8 before the product, where a kernel computes it.
     """
 
     values: torch.Tensor

@@ -1,4 +1,4 @@
-"""Which weights in int4 a checkpoint may have, as its config.json says. No torch here."""
+"""Parse how a checkpoint's weights in int4 are packed, from its config.json. No torch here."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Int4Config:
     Args:
         method: "awq", "gptq" or "compressed-tensors".
         group_size: Inputs that share a scale.
-        zero_offset: How much larger zeros are than stored.
-        is_reordered: Groups have inputs from anywhere: their weights are dequantised while they
-            load.
+        zero_offset: Added to stored zeros: GPTQ's first format stores each zero less 1.
+        is_reordered: The inputs of a group are not neighbours (GPTQ's desc_act): such weights are
+            dequantised while they load.
     """
 
     method: str
@@ -42,7 +42,7 @@ class Int4Config:
 
 
 def parse_int4(config: Mapping[str, Any], source: str) -> Int4Config | None:
-    """Return how the weights of a quantization_config are packed; None: they are not in int4.
+    """Return how weights are packed, from a quantization_config; None: they are not in int4.
 
     Args:
         source: File and field to name in errors.

@@ -1,11 +1,16 @@
-"""Which quantised weights a checkpoint may have, as its config.json says. No torch here.
+"""Decide which weights are quantised, and how: from config.json and `--quantization`. No torch.
 
-Weights in FP8 (e4m3) are read as they are: in DeepSeek's format (a scale per block of 128 x 128),
-in that of compressed-tensors (per output, block or tensor) and of older FP8 files (per tensor),
-routed experts and the output layer included. Of those in int4 int4_config.py knows more. Experts in
-MXFP4 are read where an architecture has them in tensors of all experts (gpt-oss). Where a
-checkpoint in FP8 asks for activations in 8 bits, a GPU quantises each row as it comes; scales known
-beforehand are not needed.
+`parse_quantization` checks what a checkpoint asks for. Accepted are:
+
+- FP8 (e4m3): DeepSeek's format (a scale per block of 128 x 128), compressed-tensors (a scale per
+  output, block or tensor) and older FP8 files (per tensor); routed experts and the output layer may
+  be FP8 as well. If the checkpoint asks for activations in 8 bits, a GPU quantises each row when it
+  is computed; static scales of activations are not used.
+- int4: see int4_config.py.
+- MXFP4 for experts, where the architecture stores all experts of a layer in one tensor (gpt-oss).
+
+`quantization_while_loading` decides what becomes FP8 while it is loaded. docs/quantization.md is
+the user's view.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ from shared.models.kv_scales import check_kv_scheme
 FP8, INT4, MXFP4 = "fp8", "int4", "mxfp4"
 # Projections and the output layer become FP8.
 FP8_LM_HEAD = "fp8_lm_head"
-# The output layer alone: what the checkpoint says of the others comes before it.
+# The output layer alone becomes FP8. Appended to how the checkpoint has its other weights, as in
+# "int4+fp8_lm_head".
 FP8_OUTPUT = "+fp8_lm_head"
 _SIDE = 128
 _DENSE = ("kv_b_proj", "input_proj", "eh_proj")
@@ -83,13 +89,14 @@ def has_fp8_rows(config: Mapping[str, Any]) -> bool:
 
 
 def quantization_while_loading(name: str, *, checkpoint: str) -> str:
-    """Return how weights are quantised while they load: FP8, FP8_LM_HEAD, FP8_OUTPUT, or "".
+    """Return what becomes FP8 while it is loaded: FP8 (projections), FP8_LM_HEAD, FP8_OUTPUT or "".
 
-    After how the checkpoint has its weights, it says how they are then.
+    The checkpoint's own quantization followed by this string describes the loaded weights.
 
     Args:
-        name: As configured; "auto", "none": as in the checkpoint.
-        checkpoint: How those of the checkpoint are quantised: then projections stay as they are.
+        name: The option `--quantization`; "auto" and "none" keep weights as stored.
+        checkpoint: The checkpoint's own quantization, see `parse_quantization`. If it is not "",
+            projections stay as they are.
     """
     if name in ("auto", "none"):
         return ""
@@ -99,12 +106,12 @@ def quantization_while_loading(name: str, *, checkpoint: str) -> str:
 
 
 def draft_quantization_while_loading(name: str, *, checkpoint: str, is_faster: bool) -> str:
-    """Return how a draft's weights are quantised while they load: FP8_LM_HEAD, FP8_OUTPUT, or "".
+    """Return what of a draft becomes FP8 while it is loaded: FP8_LM_HEAD, FP8_OUTPUT, or "".
 
-    A draft only guesses, so by default it takes what is faster, and FP8 has its output layer.
+    A draft only guesses, so "auto" takes what is faster, and the output layer is always included.
 
     Args:
-        name: As configured.
+        name: The option `--draft-quantization`.
         checkpoint: See `quantization_while_loading`.
         is_faster: The device multiplies FP8.
     """
@@ -113,28 +120,36 @@ def draft_quantization_while_loading(name: str, *, checkpoint: str, is_faster: b
 
 
 def projections_become_fp8(quantization: str) -> bool:
-    """Return whether those do that are not quantised; see `quantization_while_loading`."""
+    """Return whether projections that are not quantised become FP8.
+
+    Args:
+        quantization: What `quantization_while_loading` returned.
+    """
     return quantization in (FP8, FP8_LM_HEAD)
 
 
 def output_layer_becomes_fp8(quantization: str) -> bool:
-    """Return whether it does if it is not quantised; see `quantization_while_loading`."""
+    """Return whether an output layer that is not quantised becomes FP8.
+
+    Args:
+        quantization: What `quantization_while_loading` returned.
+    """
     return quantization in (FP8_LM_HEAD, FP8_OUTPUT)
 
 
 def is_projection(name: str) -> bool:
-    """Return whether a tensor is a projection of a layer, which stays in FP8 or int4, or becomes
-    FP8.
+    """Return whether a tensor is a projection of a layer: a weight that may stay in FP8 or int4,
+    and may become FP8.
 
-    Routed experts stay in FP8 alone, and never become it; what latent attention cuts into parts is
-    dequantised while it loads.
+    Routed experts do not count: they may stay in FP8 and never become FP8. Nor do the projections
+    that latent attention cuts into parts: these are dequantised while they load.
     """
     return ".experts." not in name and _is_multiplied(name)
 
 
 def stays_fp8(name: str) -> bool:
-    """Return whether a tensor of a checkpoint in FP8 is kept so: a projection, one of a routed
-    expert, or the output layer."""
+    """Return whether a tensor that is stored in FP8 stays in FP8: a projection of a layer or of a
+    routed expert, or the output layer."""
     return ".experts." in name or _is_multiplied(name) or is_output_layer(name)
 
 
@@ -150,9 +165,10 @@ def _is_multiplied(name: str) -> bool:
 
 
 def activation_scale_of(name: str) -> str:
-    """Return the weight whose inputs a tensor has a static scale for; "": it is no such scale.
+    """Return the name of the weight whose inputs a tensor is the static scale of; "": the tensor is
+    no such scale.
 
-    Rows have scales of their own, if any, so it is not needed.
+    Static scales are not needed: each row of activations in FP8 gets its own scale.
     """
     module, _, kind = name.rpartition(".")
     return f"{module}.weight" if kind == "input_scale" else ""

@@ -1,9 +1,10 @@
-"""Bytes of files on their way to a GPU: threads put them into memory that it reads by itself.
+"""Read tensors from files to a GPU by way of pinned memory, ahead of their use.
 
-Tensors that are announced are read while those before them are sent, and sent when they are asked
-for. Large ones are read in parts, by all threads at once, and each part is sent when it is there.
-Small ones that will lie beside each other are parts of one stack: their number costs next to
-nothing.
+A *stage* is a piece of pinned memory: a thread fills it from a file, and the GPU copies from it
+asynchronously. Tensors that are announced (`ReadAhead.read_ahead`) are read into stages while
+tensors before them are copied to the GPU. A large tensor is read in parts by all threads at once,
+and each part is copied as soon as it was read. Small tensors that will lie beside each other on the
+GPU are read as one stack, so that their number costs next to nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch
 from shared.models.tensor_files import TensorInfo
 
 _NUM_STAGES = 32
-# Never filled ahead: what was not announced passes through them. While a GPU still reads what was
-# sent last, threads fill others.
+# Stages that are never filled ahead: tensors that were not announced pass through them. There are
+# several, so that threads fill one while the GPU still copies from another.
 _NUM_KEPT = 8
 _ALIGNMENT = 4096
 
@@ -31,7 +32,7 @@ class Stack:
     infos: tuple[TensorInfo, ...]
 
     def __hash__(self) -> int:
-        return hash(self.infos[0])  # tells nearly all apart; a layer's experts are hundreds
+        return hash(self.infos[0])  # enough, and cheap: a stack of experts has hundreds of infos
 
     @property
     def item_bytes(self) -> int:
@@ -45,16 +46,16 @@ class Stack:
 
 
 class ReadAhead:
-    """Reads stacks of tensors through stages, which are made as they are needed.
+    """Reads stacks of tensors through stages, which are allocated as they are needed.
 
     Args:
         device: Where tensors go.
         pool: The threads that read.
-        num_threads: Of the pool.
-        fill: What a thread calls: fill memory with a stack's bytes, from an offset of them on.
-        report: Is told how many bytes have been sent.
-        stage_bytes: Of a stage.
-        min_share_bytes: What one thread reads at least of a stack that fits into a stage or more.
+        num_threads: Threads of the pool.
+        fill: Called in a thread: fills memory with a stack's bytes, from an offset in the stack on.
+        report: Called with the number of bytes that have been sent.
+        stage_bytes: Size of a stage.
+        min_share_bytes: Least bytes of a stack that one thread reads, if several threads read it.
     """
 
     def __init__(
@@ -77,12 +78,12 @@ class ReadAhead:
         self._stage_bytes = stage_bytes
         self._min_share_bytes = min_share_bytes
         self._num_made = 0
-        self._free: deque[_Stage] = deque()  # as they were sent, the oldest first
-        self._announced: dict[Stack, None] = {}  # in order, not or not wholly begun
+        self._free: deque[_Stage] = deque()  # in the order in which they were sent
+        self._announced: dict[Stack, None] = {}  # in order; stacks whose last part is not begun
         self._begun: dict[Stack, deque[_Part]] = {}
 
     def read_ahead(self, stacks: Iterable[Stack]) -> None:
-        """Announce which stacks are read next, in order, instead of those announced before."""
+        """Announce which stacks are read next, in order. Replaces what was announced before."""
         for parts in self._begun.values():
             self._drop(parts)
         self._begun.clear()
@@ -90,12 +91,12 @@ class ReadAhead:
         self._go_ahead()
 
     def read(self, stack: Stack, stored: torch.dtype, to: torch.Tensor) -> None:
-        """Send the values of a stack.
+        """Copy the values of a stack to the device, asynchronously.
 
         Args:
-            stored: Their dtype in the file.
+            stored: The dtype of the values in the file.
         Raises: What `fill` raised.
-        Mutates: `to`, [num_values] of any dtype, once the device comes to it.
+        Mutates: `to`, [num_values] of any dtype, in the order of the device's stream.
         """
         self._announced.pop(stack, None)
         parts = self._begun.pop(stack, deque())
@@ -122,7 +123,7 @@ class ReadAhead:
             self._drop(parts)
 
     def _read_here(self, stack: Stack, stored: torch.dtype, to: torch.Tensor) -> None:
-        """Read what one thread reads anyway: that is sooner done than handed over."""
+        """Read a stack of one part in the calling thread: handing it over would take longer."""
         stage = self._take()
         try:
             self._fill(stage.memory[: stack.num_bytes], stack, 0)
@@ -132,7 +133,7 @@ class ReadAhead:
             self._free.append(stage)
 
     def _go_ahead(self) -> None:
-        """Begin what is announced, in as many stages as there are for it."""
+        """Begin to read announced stacks, in as many stages as are left for reading ahead."""
         while self._announced and self._num_free > _NUM_KEPT:
             stack = next(iter(self._announced))
             parts = self._begun.setdefault(stack, deque())
@@ -142,13 +143,13 @@ class ReadAhead:
                 del self._announced[stack]
 
     def _begin(self, stack: Stack, begin: int, part_bytes: int) -> _Part:
-        """Let a thread read the part of a stack that begins at a byte."""
+        """Let a thread read the part of a stack that begins at byte `begin`."""
         stage = self._take()
         memory = stage.memory[: min(part_bytes, stack.num_bytes - begin)]
         return stage, self._pool.submit(self._fill, memory, stack, begin)
 
     def _part_bytes(self, stack: Stack) -> int:
-        """Return the bytes of a stack's parts, such that all threads are busy until its end."""
+        """Return the size of a stack's parts, chosen so that all threads are busy to the end."""
         size = stack.num_bytes
         least = -(-size // self._stage_bytes)
         most = -(-least // self._num_threads) * self._num_threads
@@ -162,7 +163,7 @@ class ReadAhead:
         return len(self._free) + _NUM_STAGES - self._num_made
 
     def _take(self) -> _Stage:
-        """Return a stage that has been read: a new one if none has, and there may be more."""
+        """Return a stage that may be overwritten; a new one if none is free and one may be made."""
         if self._free and self._free[0].has_been_read():
             return self._free.popleft()
         if self._num_made == _NUM_STAGES:
@@ -174,7 +175,7 @@ class ReadAhead:
         return stage
 
     def _drop(self, parts: Iterable[_Part]) -> None:
-        """Take the stages of parts back that are not sent."""
+        """Take back the stages of parts that will not be sent."""
         for stage, filled in parts:
             if not filled.cancel():
                 filled.exception()  # waits for its end
@@ -182,10 +183,11 @@ class ReadAhead:
 
 
 class _Stage:
-    """Memory that a GPU reads by itself, in the stream of who makes it; a CPU copies at once.
+    """Pinned memory that a GPU copies from, in the stream that is current when the stage is made.
+    For a CPU it is plain memory, copied from at once.
 
     Attributes:
-        memory: Its bytes.
+        memory: The bytes of the stage.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
@@ -196,7 +198,7 @@ class _Stage:
         self.memory = memoryview(self._values.numpy().data)
 
     def send(self, stored: torch.dtype, to: torch.Tensor) -> None:
-        """Let the device read the first values, and convert them. Mutates: `to`."""
+        """Have the device copy and convert the first len(to) values. Mutates: `to`."""
         values = self._values[: len(to) * stored.itemsize]
         if to.dtype is stored:
             to.view(torch.uint8).copy_(values, non_blocking=True)
@@ -206,14 +208,14 @@ class _Stage:
             self._read.record(self._stream)
 
     def has_been_read(self) -> bool:
-        """Return whether the device has read what was sent last."""
+        """Return whether the device has finished the last copy from the stage."""
         return self._read is None or self._read.query()
 
     def wait(self) -> None:
-        """Wait until the device has read what was sent last."""
+        """Wait until the device has finished the last copy from the stage."""
         if self._read is not None:
             self._read.synchronize()
 
 
 _Part = tuple[_Stage, "Future[None]"]
-"""A stage, and when it is filled."""
+"""A stage, and a future that is done when a thread has filled the stage."""

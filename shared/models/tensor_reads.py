@@ -1,9 +1,9 @@
-"""Read the tensors of a checkpoint's files to a device, and say how many bytes have been read.
+"""Read the tensors of a checkpoint's files to a device, and report how many bytes have been read.
 
-The bytes of a large tensor are copied by several threads at once: on a CPU straight into the memory
-where it stays, one that becomes another dtype being converted piece by piece on its way; for a GPU
-into memory that it reads by itself, see read_ahead.py. Files are not mapped: one that is replaced
-or cut off meanwhile is an error, not the end of the process.
+Several threads read the bytes of a large tensor at once. On a CPU they read straight into the
+tensor's memory, and convert piece by piece if the tensor becomes another dtype. For a GPU they read
+into pinned memory, see read_ahead.py. Files are not mapped into memory: a file that is replaced or
+cut off while it is read causes an error, not a SIGBUS.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _on_read: contextvars.ContextVar[Callable[[int], None] | None] = contextvars.Con
 def report_reads(
     report: Callable[[str, float], None], *, num_bytes: int, interval_s: float = REPORT_INTERVAL_S
 ) -> Iterator[None]:
-    """Say how far loading is, tensor by tensor, as long as the block takes.
+    """Report progress while the block of a `with` statement loads tensors.
 
     Args:
         report: Called with a text and the share that is loaded, 0..1.
-        num_bytes: Of all that will be read; 0 = not known, then the share stays 0.
+        num_bytes: Bytes that will be read in all; 0 = not known, then the share stays 0.
         interval_s: Least time between two reports, seconds.
     """
     num_read = 0
@@ -93,12 +93,13 @@ class TensorReads:
     """Reads tensors to one device.
 
     Args:
-        num_threads: That copy; None: as many as there are cores, 8 at most.
-        min_share_bytes: What one thread copies at least: less is sooner done than handed over.
-        stage_bytes: Of each part of memory that a GPU reads; 0: the bytes go straight to where
-            they stay.
-        piece_values: Read at once of what becomes another dtype: they stay in a core's cache, and
-            calls are few.
+        device: Where tensors go.
+        num_threads: Threads that read; None: as many as there are cores, 8 at most.
+        min_share_bytes: Least bytes per thread: handing over fewer would take longer than reading.
+        stage_bytes: Size of a stage of pinned memory for a GPU; 0: bytes are read straight into
+            the tensors.
+        piece_values: Values that are converted at a time where the dtype changes: few enough for a
+            core's cache, enough for few calls.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class TensorReads:
 
     def close(self) -> None:
         """Close all files, and end the threads."""
-        # Some may still read what nobody asked for.
+        # Threads may still read tensors that were announced and never asked for.
         self._pool.shutdown(cancel_futures=True)
         for file in self._files.values():
             file.__exit__(None, None, None)
@@ -145,12 +146,13 @@ class TensorReads:
         self._descriptors.clear()
 
     def read_ahead(self, stacks: Iterable[Sequence[TensorInfo]]) -> None:
-        """Say what will be asked for next, in order, so that threads begin with it.
+        """Announce which tensors will be read next, in order, so that threads begin with them.
 
-        This replaces what was said before. An order that is not kept costs time, nothing else.
+        A call replaces what was announced before. Reading in another order costs time, nothing
+        else.
 
         Args:
-            stacks: What each call will be asked for: one tensor, or those of a stack.
+            stacks: What each later call will read: one tensor, or those of a stack.
         """
         if self._staged is not None:
             stored = (infos for infos in stacks if not infos[0].is_pickled)
@@ -160,7 +162,7 @@ class TensorReads:
         """Return a tensor on the device.
 
         Args:
-            dtype: What it becomes; None: what it is.
+            dtype: What the tensor becomes; None: it keeps its dtype.
         Raises: CheckpointError naming a tensor that cannot be read.
         """
         return self.read_stack([info], dtype)[0]
@@ -169,8 +171,8 @@ class TensorReads:
         """Return tensors of one shape on the device, as one.
 
         Args:
-            infos: n > 0 of them; all or none are pickled.
-            dtype: What they become; None: what the first one is.
+            infos: n > 0 tensors; either all or none are pickled.
+            dtype: What the tensors become; None: the dtype of the first.
         Returns: [n, *shape].
         Raises: CheckpointError naming a tensor that cannot be read.
         """
@@ -193,7 +195,7 @@ class TensorReads:
         return values
 
     def _opened(self, info: TensorInfo, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return a tensor that a library reads."""
+        """Return a tensor that a library reads, not this module."""
         try:
             if info.file not in self._files:
                 file = open_weights(info.file, str(self._device))
@@ -202,12 +204,12 @@ class TensorReads:
         except (SafetensorError, OSError) as error:
             raise _not_readable(info, error) from error
         _report(info.end - info.start)
-        # On a CPU it is a view of the mapped file, which ends with it.
+        # On a CPU the tensor is a view of the mapped file, and invalid once the file is closed.
         is_view = self._device.type == "cpu"
         return tensor.to(device=self._device, dtype=dtype or tensor.dtype, copy=is_view)
 
     def _copy(self, info: TensorInfo, stored: torch.dtype, to: torch.Tensor) -> None:
-        """Let threads copy a tensor, each its share. Mutates: `to`."""
+        """Let threads read a tensor, each a share of it. Mutates: `to`."""
         values, size = to.view(-1), stored.itemsize
         most = self._piece_values
 
@@ -215,7 +217,7 @@ class TensorReads:
             if to.dtype is stored:
                 self._fill(_bytes_of(values[begin:end]), info, info.start + begin * size)
                 return
-            with torch.inference_mode(to.is_inference()):  # which is a thread's own
+            with torch.inference_mode(to.is_inference()):  # the mode is per thread
                 piece = torch.empty(min(most, end - begin), dtype=stored)
                 for first in range(begin, end, most):
                     part = values[first : min(first + most, end)]
@@ -226,7 +228,7 @@ class TensorReads:
         _report(info.end - info.start)
 
     def _share_out(self, copy: Callable[[int, int], None], num_values: int, size: int) -> None:
-        """Let threads copy values of so many bytes, each its share from one place to another."""
+        """Call `copy(begin, end)` in threads, for shares of `num_values` values of `size` bytes."""
         count = min(self._num_threads, max(1, num_values * size // self._min_share_bytes))
         if count == 1:
             copy(0, num_values)
@@ -236,7 +238,7 @@ class TensorReads:
             pass
 
     def _fill_stacked(self, part: memoryview, stack: Stack, offset: int) -> None:
-        """Copy bytes of a stack from an offset on. Mutates: `part`, all of it."""
+        """Read bytes of a stack, from an offset in the stack on. Mutates: `part`, all of it."""
         while part:
             index, begin = divmod(offset, stack.item_bytes)
             info = stack.infos[index]
@@ -245,7 +247,7 @@ class TensorReads:
             part, offset = part[count:], offset + count
 
     def _fill(self, part: memoryview, info: TensorInfo, offset: int) -> None:
-        """Copy bytes of a file from an offset on. Mutates: `part`, all of it."""
+        """Read bytes of a file, from an offset in the file on. Mutates: `part`, all of it."""
         try:
             with self._lock:
                 if info.file not in self._descriptors:
@@ -263,7 +265,7 @@ class TensorReads:
 
 
 def _alike(infos: Sequence[TensorInfo]) -> Iterator[Stack]:
-    """Yield tensors of one shape by stacks of one dtype."""
+    """Yield tensors of one shape as stacks, a new one wherever the dtype changes."""
     for _, group in groupby(infos, lambda info: info.dtype):
         yield Stack(tuple(group))
 
