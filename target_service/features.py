@@ -142,7 +142,7 @@ class FeatureOutlet:
             log.acknowledge(message.position)
 
     def detach(self, request: TargetRequest, channel: PeerChannel) -> None:
-        """End a subscription over a channel that has closed; its draft will subscribe at the front."""
+        """End a subscription over a channel that has closed; its draft subscribes at the front."""
         if request.features is not None and request.features.channel is channel:
             request.features.unsubscribe()
 
