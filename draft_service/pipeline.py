@@ -1,15 +1,18 @@
-"""One step of a draft, from the rows that are ready to the trees that are answered.
+"""One step of a draft: from rows that are ready to trees that are sent.
 
-confirm     what the device grew before its orders came is committed (device rounds)
-plan        rows to extend, within the step's budget
-extend      launched: committed tokens with their true features
-commit      these rows are part of the request from here on
-grow        launched: a tree from every root that is extended, posted if a device waits for it
-settle      while the device works: counts, pages that are freed and reserved
-read        waits for the device
-answer      each tree the way that its order came
-ahead       launched: what the device does next without its host (device rounds)
-answer      what was confirmed, for which nothing waits
+confirm     commit what the device has extended and grown before its orders came (device rounds)
+plan        choose the rows to extend, within the step's budget
+extend      launch: run committed tokens with their true features
+commit      the extended rows are part of the request from here on
+grow        launch: a tree from every extended root, posted if a target's device waits for it
+settle      while the device works: count, free pages, reserve pages
+read        wait for the device
+answer      send each tree by the way that its order came
+ahead       launch what the device does next without orders from its host (device rounds)
+answer      send the confirmed trees last: the target's device has them already
+
+In peer and relayed rounds `confirm` and `ahead` do nothing (`PathSource`). In device rounds the
+common case is `confirm`, `ahead`, `answer` alone.
 """
 
 from __future__ import annotations
@@ -41,10 +44,10 @@ class DraftPipeline:
     """Advances all requests, a step at a time.
 
     Args:
-        outbox: Takes what goes to the front.
-        source: Of paths that the device has first.
-        hear_peers: Takes what targets' engines have sent.
-        max_batch_rows: Rows per extend.
+        outbox: Takes messages to the front.
+        source: Source of paths that the device has before its host (device rounds).
+        hear_peers: Receives messages from targets' engines.
+        max_batch_rows: Most rows per extend.
     """
 
     def __init__(
@@ -78,17 +81,19 @@ class DraftPipeline:
 
     @property
     def has_work_in_s(self) -> float | None:
-        """Return how long rows and trees wait for a device round at most; None: none waits."""
+        """Return for how long at most rows and trees wait for a launch ahead to end; None: there
+        are none, or they need not wait.
+        """
         if math.isinf(self._work_begins_s):
             return None
         return max(self._work_begins_s - time.monotonic(), 0.0) or None
 
     @property
     def _work_begins_s(self) -> float:
-        """Return when there is work, a time of the monotonic clock; inf: not before a message.
+        """Return when to begin the next work, monotonic; inf: there is none until a message comes.
 
-        While the device waits for paths, everything that is launched waits behind it. What is not
-        urgent is launched after the round, before the next one.
+        While the device waits for paths, every launch queues behind this wait. Work that is not
+        urgent is therefore launched between two rounds.
         """
         if self._begins_s is None:
             requests = self._requests.values()
@@ -111,7 +116,7 @@ class DraftPipeline:
             self._extend_and_grow()
         self._launch_ahead()
         ended_ns = clock.end("ahead")
-        if confirmed is not None:  # the target's device has these trees: nothing waits
+        if confirmed is not None:  # the target's device has these trees: nobody waits for them
             self._answer(confirmed)
             ended_ns = clock.end("answer")
         if has_work:
@@ -138,7 +143,7 @@ class DraftPipeline:
             self._grow_masked([r for r in growing if r.matcher is not None])
 
     def _read_trees(self, grown: Sequence[DraftRequest], timer: StepTimer) -> None:
-        """Wait for trees and answer them."""
+        """Wait for grown trees and send them."""
         clock = self.tallies.clock
         output = self._runner.read(timer)
         clock.end("wait")
@@ -147,8 +152,10 @@ class DraftPipeline:
         clock.end("answer")
 
     def _grow_masked(self, growing: Sequence[DraftRequest]) -> None:
-        """Grow and answer the trees of requests with grammars, for which the host is asked at every
-        depth: after the others, who need not wait for that.
+        """Grow and send the trees of requests with grammars.
+
+        The host computes a mask at every depth, so these trees are grown after the others, which
+        then need not wait.
         """
         runner, timer = self._runner, self._timer(growing)
         matchers = [request.matcher for request in growing if request.matcher is not None]
@@ -163,10 +170,10 @@ class DraftPipeline:
         self._read_trees(growing, timer)
 
     def plan_extend(self) -> list[ExtendWork]:
-        """Choose rows: first of requests whose tree is ordered, oldest first.
+        """Choose the rows to extend: first those of requests whose tree is ordered, then the
+        others; in each group the oldest request first.
 
-        The rows of a large step take a GPU two milliseconds, in which a target beside which prompts
-        are read computes.
+        A GPU extends the rows of a large step in two milliseconds, while the target computes.
         """
         ready = [
             (request, count)
@@ -184,7 +191,9 @@ class DraftPipeline:
         return [work for work in works if work.request.is_held]
 
     def plan_growth(self) -> list[DraftRequest]:
-        """Reserve slots for every tree that can grow; leaves out what this retracted."""
+        """Return the requests whose trees can grow, with slots reserved; requests that were
+        retracted for want of pages are left out.
+        """
         growing = []
         for request in [request for request in self._requests.values() if request.can_grow]:
             request.follow_grammar()
@@ -194,8 +203,8 @@ class DraftPipeline:
         return [request for request in growing if request.is_held]
 
     def launch_growth(self, growing: Sequence[DraftRequest], timer: StepTimer) -> None:
-        """Grow the pending tree of requests all of whose committed rows were extended; launches
-        only.
+        """Launch the growth of the pending trees of requests; all their committed rows must have
+        been extended.
 
         Mutates: Scratch KV slots past kv_len.
         """
@@ -211,7 +220,7 @@ class DraftPipeline:
         runner.results.start(packed)
 
     def _confirm(self) -> GrownTrees | None:
-        """Commit what the device did before its host had the orders; return the answers."""
+        """Commit what the device did before its host had the orders; return the trees to send."""
         done = self._source.confirm(self._hear_peers)
         if done is None:
             return None
@@ -247,7 +256,9 @@ class DraftPipeline:
         self._runner.bring_page_table()
 
     def _launch_ahead(self) -> None:
-        """Let the device go on by itself, for all requests that are at that point."""
+        """Launch the next extend and growth of all requests whose paths the device will get from a
+        mailbox.
+        """
         ready = self._source.ready_ahead(self._requests.values())
         trees = [r.device_tree for r in ready if r.device_tree is not None]
         path_width = 1 + max([tree.shape.num_steps for tree in trees], default=0)
@@ -261,7 +272,7 @@ class DraftPipeline:
             self._source.launch_ahead(requests, path_width, self._timer(requests))
 
     def _reserve_next(self, request: DraftRequest, shape: TreeShape, path_width: int) -> bool:
-        """Reserve for a path through a tree, and for the tree after it, if possible."""
+        """Try to reserve slots for a path through a tree, and for the tree after that path."""
         return self._requests.try_reserve(request, path_width, num_scratch_slots(shape))
 
     def _answer(self, trees: GrownTrees) -> None:

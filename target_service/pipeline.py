@@ -1,12 +1,13 @@
 """The step of a target: plan -> pack -> launch -> read -> order, commit -> answer -> learn.
 
-On a GPU steps overlap: a step is launched before the result of the one before is read, so that the
-device does not wait for the host. Of that result a round needs the root's token and its slot, which
-the device has, and a tree, which the draft's device brings. What turns out to be past the end of a
-request is thrown away.
+On a GPU steps overlap: step n + 1 is launched before the result of step n is read, so that the
+device does not wait for the host. A round in step n + 1 needs three things: the root's token and
+the root's slot, which step n has left on the device, and a tree, which the draft's device brings
+(device rounds) or which has already come (other rounds). A round that turns out to be past the end
+of its request is thrown away.
 
-What is learned from a step, and decided about the next trees, is for the orders of later steps: the
-next step is launched by then, or, where none is launched before the read, drafts have their orders.
+Learning comes last, and what it decides about trees holds for later orders: when it runs, the next
+step is launched already, or, without overlap, drafts already have their orders.
 """
 
 from __future__ import annotations
@@ -39,11 +40,14 @@ from target_service.tree_source import TreeSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedStep:
-    """A step that the device works on.
+    """A step that was launched and not read yet.
 
     Args:
-        began_s: When the host began with it, by the monotonic clock.
-        launched_ns: When it began to launch it.
+        began_s: When the host began to plan the step, monotonic.
+        batch: The rows of the step.
+        read: The copy of its result to the host.
+        timer: Times its stages.
+        launched_ns: When the host began to launch the step, monotonic.
     """
 
     began_s: float
@@ -58,9 +62,9 @@ class Pipeline:
     """Advances requests step by step.
 
     Args:
-        hear_peers: Takes what drafts' engines have sent.
-        flush_peers: Sends what is queued for them.
-        launch_time: Says when to launch a step behind the one in flight.
+        hear_peers: Receives messages from drafts' engines.
+        flush_peers: Sends messages that are queued for drafts' engines.
+        launch_time: Says when to launch the next step behind the one in flight.
         in_flight: The step that was launched and not read yet.
     """
 
@@ -76,10 +80,11 @@ class Pipeline:
     in_flight: LaunchedStep | None = None
 
     def step(self, *, waits: bool) -> None:
-        """Launch a step; commit and answer the one before, and without overlap this one too; learn.
+        """Launch a step; commit and answer the step before, and without overlap this step too; then
+        learn.
 
         Args:
-            waits: Trees that are here wait for others.
+            waits: Launch nothing: trees that have come wait for trees that are being grown.
         """
         clock = self.state.counts.tallies.clock
         began_s = clock.begin() / 1e9
@@ -93,7 +98,7 @@ class Pipeline:
             self.finish(launched)
         self.state.features.send()
         window = self.source.window
-        if window.is_growing:  # nothing is left to do once the trees come
+        if window.is_growing:  # so that this need not be done once the trees come
             self.scheduler.reserve_early(window.growing)
             self.runner.bring_page_table()
         self.state.recorder.end_step()
@@ -102,10 +107,11 @@ class Pipeline:
         clock.end("learn")
 
     def launch(self, plan: StepPlan, began_s: float) -> LaunchedStep | None:
-        """Launch the rows of a plan; nothing waits for the device.
+        """Launch the rows of a plan, without waiting for the device.
 
         Args:
-            began_s: When the host began with the step, by the monotonic clock.
+            began_s: When the host began to plan the step, monotonic.
+        Returns: None if the plan has no rows.
         """
         runner, source, clock = self.runner, self.source, self.state.counts.tallies.clock
         self.table.answer_plan(plan)
@@ -124,7 +130,7 @@ class Pipeline:
         self.launch_time.launched(batch.num_rows, began_s)  # from here on the device is busy
         timer.device("forward")
         verified = runner.verify_trees(batch, taken, extended, source)
-        timer.device("sample")  # before the read, which is all that is waited for
+        timer.device("sample")  # before the read: nothing after the read is waited for
         # Before the next step is launched: that step overwrites what this one computes.
         read = runner.start_read(batch, extended, verified)
         self.table.note_launch(plan, batch)
@@ -134,10 +140,10 @@ class Pipeline:
         )
 
     def finish(self, launched: LaunchedStep) -> None:
-        """Wait for a launched step, commit and answer it."""
+        """Wait for the result of a launched step, commit and answer it."""
         batch, timer, counts = launched.batch, launched.timer, self.state.counts
         is_device_round = batch.mailbox_trees is not None
-        if is_device_round:  # what drafts say of these trees is old once the device is done
+        if is_device_round:  # messages of drafts about these trees, before the device is done
             self.hear_peers()
         was_awaited = not launched.read.is_done
         outputs = self.runner.finish_read(batch, launched.read)
@@ -147,7 +153,7 @@ class Pipeline:
         self.scheduler.note_step(
             batch.num_rows, num_chain_rows=batch.num_chain_rows, began_s=launched.began_s
         )
-        if is_device_round and timer.is_on:  # but for the times of these trees
+        if is_device_round and timer.is_on:  # again: these messages have the draft's times
             self.hear_peers()
         commit_chains(self.state, batch, outputs)
         if batch.trees is not None:
@@ -158,10 +164,11 @@ class Pipeline:
     def _commit_paths(
         self, trees: SampledTrees, paths: PathOutputs, timer: StepTimer, *, is_clean: bool
     ) -> None:
-        """Advance every request by its path and answer it; attached drafts hear of it first.
+        """Advance every request by its path and answer it; before that, send the paths to attached
+        drafts (`TreeSource.order_next`).
 
         Args:
-            is_clean: The step had no rows but those of the trees.
+            is_clean: The step had rows of trees only.
         """
         nodes = list(accepted_nodes(trees, paths))
         self.source.order_next(trees, nodes, paths.features)

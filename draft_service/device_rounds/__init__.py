@@ -1,6 +1,6 @@
-"""Rounds that the devices of a target and a draft run by themselves, through a mailbox.
+"""Device rounds: the GPUs of target and draft exchange paths and trees through a mailbox.
 
-The target's device posts what it accepted; the draft's device extends that, grows the next trees
-and posts these, while the messages of both hosts are still on their way. Nothing imports this
-package but the engine factory: without it every path comes with an order.
+The target's device posts accepted paths. The draft's device extends them, grows the next trees and
+posts these, while the messages between the hosts are still on their way. Only engine_factory.py
+imports this package: without it every path comes with an order from the target's host.
 """

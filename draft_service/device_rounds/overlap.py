@@ -1,6 +1,6 @@
-"""What the draft's device does without its host: extend paths, grow the next trees, post these.
+"""Launches ahead: the draft's device takes paths, extends them, grows and posts the next trees.
 
-A CPU cannot wait, so there all of this is done when its result is read.
+A CPU has no stream that could wait, so there all of this is done when the result is read.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from shared.peer.stream_waits import NO_PATH, StreamWaits
 from shared.step.packing import RowBlocks
 from shared.step.step_timer import StepTimer
 
-# Longer than any step of a target; the host ends a wait when it knows better.
+# How long the device waits for the first path: longer than any step of a target. The host can end
+# the wait.
 PATH_PATIENCE_US = 100_000
-# Paths of a step are posted together; who has none by then has ended, or is in another step.
+# How long it waits for further paths. The paths of a step are posted together; a request without a
+# path by then has ended, or is in another step.
 PATH_GRACE_US = 100
-# Of a kernel behind a stream that has waited.
+# How long a kernel waits whose stream has already waited.
 _SHORT_PATIENCE_US = 200
 
 
 class OverlapRunner:
-    """Launches rounds whose paths the device takes from a mailbox, one at a time."""
+    """Makes launches ahead, at most one at a time."""
 
     def __init__(self, runner: DraftRunner) -> None:
         device = runner.pool.device
         self._runner = runner
         self._is_cuda = device.type == "cuda"
-        # Read by the device while it waits: not 0 when it should not.
+        # Read by the device while it waits; not 0: end the wait.
         self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=self._is_cuda)
         self._stream_waits = StreamWaits(PATH_PATIENCE_US / 1e6, small=NO_PATH, device=device)
         self._deferred: Callable[[], None] | None = None
@@ -52,7 +54,7 @@ class OverlapRunner:
 
     @property
     def is_deferred(self) -> bool:
-        """Return whether a CPU has not done yet what was launched."""
+        """Return whether a launch on a CPU was not computed yet."""
         return self._deferred is not None
 
     def launch(

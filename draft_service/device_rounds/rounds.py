@@ -1,7 +1,7 @@
-"""The source of paths that the draft's device takes from the mailboxes of targets.
+"""The draft's side of device rounds: its device takes accepted paths from targets' mailboxes.
 
-What the device makes of a path counts once an order has come that says the same; else it is as if
-it had not been done.
+What the device makes of a path (extend and grow) counts only once an order from the target's host
+has come with the same tokens and shape. Otherwise the work is done again, by the order.
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ from shared.step.step_timer import StepTimer
 
 logger = logging.getLogger(__name__)
 
-# More than a step takes mostly: what is launched for others in a shorter wait is launched in vain.
+# How long other work waits for a launch ahead. Longer than most steps: ending a launch's wait early
+# makes the launch useless.
 AHEAD_PATIENCE_S = 0.02
-# What is launched for others, and the launch after it, are done in so much time: where the path is
-# not expected sooner, as in steps with many rows of prompts, nothing has to wait.
+# Time for other work and the launch ahead after it. If the next path is not expected within this
+# time, as in steps with many rows of prompts, other work need not wait.
 _GAP_S = 0.008
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Launched:
-    """What the device does by itself as soon as a target's device says what it accepted.
+    """A launch ahead: extend and growth, which wait on the device for accepted paths.
 
     Args:
-        shapes: Of the trees that it will grow.
-        num_tokens: That each request had before.
-        began_s: When, on the monotonic clock.
+        requests: The requests of the launch.
+        shapes: Shapes of the trees that it will grow.
+        num_tokens: Tokens of each request before the launch.
+        timer: Times its stages.
+        began_s: When it was launched, monotonic.
     """
 
     requests: Sequence[DraftRequest]
@@ -57,13 +60,13 @@ class _Launched:
 
 
 class DeviceRounds(PathSource):
-    """Mailboxes of targets, and what was launched and not confirmed yet; methods are described in
-    PathSource.
+    """Owns the mailboxes of targets, and the launch ahead that is not confirmed yet. Methods are
+    described in PathSource.
 
-    Changes no request: that is the pipeline's.
+    It changes no request; the pipeline does.
 
     Args:
-        gpu_is_shared: Other workers have the runner's GPU, too.
+        gpu_is_shared: Other workers use the runner's GPU, too.
     """
 
     def __init__(self, runner: DraftRunner, *, gpu_is_shared: bool) -> None:
@@ -77,14 +80,14 @@ class DeviceRounds(PathSource):
         self._offered: dict[PeerChannel, str] = {}  # names of the targets
         self._unanswered: set[PeerChannel] = set()
         self._launched: _Launched | None = None
-        # When the first launch of this round was, and how long after that paths of the last ones
-        # were here.
+        # When the first launch of this round was made; and for the last rounds, how long after
+        # their first launch the paths came.
         self._round_began_s: float | None = None
         self._took_s: deque[float] = deque(maxlen=2)
 
     @property
     def is_running(self) -> bool:
-        """Return whether something was launched and not confirmed or given up."""
+        """Return whether there is a launch ahead that was neither confirmed nor given up."""
         return self._launched is not None
 
     def connect(self, socket_name: str, channel: PeerChannel) -> None:
@@ -122,7 +125,7 @@ class DeviceRounds(PathSource):
             self.lent_rows.refused(self._offered.pop(channel))
 
     def disconnect(self, channel: PeerChannel) -> None:
-        """Leave the mailbox of a target that is gone, which the device may be about to read."""
+        """Leave the mailbox of a target that is gone; first end a launch that may read it."""
         if self._launched is not None:
             self.overlap.read(self._launched.timer)
             self.overlap.restore(self._launched.requests)
@@ -172,8 +175,8 @@ class DeviceRounds(PathSource):
         if not ready:
             return []
         mailboxes = [self._mailbox_of(request) for request in ready]
-        # One launch takes rows of one dtype from a few mailboxes; others are grown by order.
-        # A stream waits for one target of its own GPU, a kernel for several on others.
+        # One launch takes rows of one dtype from a few mailboxes; other requests wait for orders. A
+        # stream can wait for one target on its own GPU, a kernel for several on other GPUs.
         dtype, shares_gpu = mailboxes[0].dtype, mailboxes[0].shares_gpu
         alike = [
             id(own) for own in mailboxes if own.dtype == dtype and own.shares_gpu == shares_gpu
@@ -205,7 +208,7 @@ class DeviceRounds(PathSource):
             return 0.0
         if any([request.pending is not None for request in launched.requests]):
             return 0.0
-        # Behind the launch their trees would wait for a step that itself waits for them.
+        # A deadlock otherwise: the launch waits for a path, whose step waits for these trees.
         is_awaited = [r.pending is not None and r.device_tree is not None for r in requests]
         began_s = self._round_began_s or launched.began_s
         ends_s = began_s + min(self._took_s, default=0.0)
@@ -214,7 +217,7 @@ class DeviceRounds(PathSource):
         return launched.began_s + AHEAD_PATIENCE_S
 
     def confirm(self, hear: Callable[[], None]) -> ConfirmedTrees | None:
-        """Return what counts of what was launched: the target's host has said the same."""
+        """End the launch ahead, and return the part that orders of targets' hosts confirm."""
         launched, self._launched = self._launched, None
         if launched is None:
             return None
@@ -237,7 +240,7 @@ class DeviceRounds(PathSource):
         )
 
     def _note_paths(self, launched: _Launched, *, has_paths: bool) -> None:
-        """Learn how long paths take; a round goes on until some are here, or nobody waits."""
+        """Learn how long paths take. A round ends when paths have come, or no request is left."""
         if has_paths and self._round_began_s is not None:
             self._took_s.append(time.monotonic() - self._round_began_s)
         if has_paths or not any([request.is_held for request in launched.requests]):
@@ -247,8 +250,8 @@ class DeviceRounds(PathSource):
         self.overlap.compile(dtype)
 
     def _is_ready(self, request: DraftRequest) -> bool:
-        """Return whether the newest tree is answered, and what is accepted of it will be in a
-        mailbox.
+        """Return whether a request can be in a launch ahead: its newest tree is sent, and the
+        accepted path will come in a mailbox.
         """
         tree = request.device_tree
         is_caught_up = request.pending is None and not request.num_ready_rows
@@ -263,7 +266,7 @@ class DeviceRounds(PathSource):
 
 
 def _is_confirmed(launched: _Launched, row: int, path: Sequence[int]) -> bool:
-    """Return whether the target's host has said and ordered what its device said."""
+    """Return whether the target's host has ordered the same as its device has posted."""
     request = launched.requests[row]
     if not path or not request.is_held or request.pending is None:
         return False

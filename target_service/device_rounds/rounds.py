@@ -1,10 +1,14 @@
-"""Peer rounds whose paths and trees also go from device to device, through a mailbox.
+"""Device rounds: peer rounds whose paths and trees also go from device to device.
 
-The hosts exchange the same messages as in peer rounds. But the target launches a step before its
-trees are here, and before the step in flight has said how far requests came: its device takes the
-trees from the mailbox, lays them where the rounds before ended, and posts the accepted paths to the
-mailbox, which the draft's device may be waiting for. A tree that does not come in time makes a
-round of the root alone, and its draft is trusted with such rounds less often.
+The hosts exchange the same messages as in peer rounds. But the target's host launches a step before
+the step's trees have come, and before it has read the result of the step in flight. On the device
+the step takes the trees from the mailbox (`take_trees`), puts them into the slots after the roots,
+verifies them, and posts the accepted paths to the mailbox (`post_paths`), where the draft's device
+waits for them. If a tree does not come in time, the round has the root alone, and the next rounds
+of this request take trees from the channel for a while (`_note_wait`).
+
+A *round tag* is a number that a round's words in the mailbox carry, so that words of other rounds
+are not taken. A request has tags while its trees are ordered through the mailbox.
 """
 
 from __future__ import annotations
@@ -41,13 +45,14 @@ from target_service.phases import (
 from target_service.request import DeviceTree, Phase, TargetRequest
 from target_service.scheduler import Scheduler, StepPlan
 
-# A tree takes a millisecond or two; one that has to wait for a prompt, ten.
+# How long the device waits for a tree. Growth takes a millisecond or two; behind rows of a prompt,
+# ten.
 PATIENCE_US = 30_000
-# Of a kernel behind a stream that has waited.
+# The same for a kernel whose stream has already waited for all trees.
 _SHORT_PATIENCE_US = 200
-_MOST_LATE = 10  # times that count
-# Rounds of the root alone after a draft's first tree, until its device grows trees by itself. Two
-# are the rule.
+_MOST_LATE = 10  # upper bound of MailboxUse.num_late
+# Most root-only rounds after a draft's first tree, until its device grows trees by itself; as a
+# rule it takes two.
 _MOST_JOINING = 4
 _NOWHERE = -1
 
@@ -65,7 +70,7 @@ class DeviceRounds(PeerRounds):
         super().__init__(state, window, shapes)
         self.mailbox = mailbox
         self.draft_rows = DraftRows(mailbox, CudaMemory(mailbox.device))
-        # By slot, the tag of a round that the device is not to wait for: it looks while it waits.
+        # By slot, the tag of a round that the device must not wait for: it looks while it waits.
         self._given_up = torch.zeros(
             mailbox.num_slots, dtype=torch.int32, pin_memory=mailbox.device.type == "cuda"
         )
@@ -124,13 +129,13 @@ class DeviceRounds(PeerRounds):
         plan = scheduler.plan()
         planned = set(plan.verifies) if awaited else ()
         for request, _ in awaited:
-            if request not in planned:  # for want of rows; its tree is waited for in a later step
+            if request not in planned:  # for want of rows; a later step waits for its tree
                 request.queued = None
         return plan
 
     def _awaitable_shape(self, request: TargetRequest) -> TreeShape | None:
-        """Return the shape of the tree of the next round to launch, if the device can wait for it;
-        None: it cannot.
+        """Return the shape of the tree of the next round to launch; None: the device cannot wait
+        for this tree.
         """
         use = _mailbox_use_of(request)
         if use is None or request.phase is not Phase.RUNNING or request.queued is not None:
@@ -142,8 +147,8 @@ class DeviceRounds(PeerRounds):
         return use.following_shape if self._goes_on_alone(request, use) else None
 
     def _goes_on_alone(self, request: TargetRequest, use: MailboxUse) -> bool:
-        """Return whether the round after the one in flight can be launched before that is read: the
-        draft's device grows its tree by itself as soon as the path in flight is posted.
+        """Return whether the round after the one in flight can be launched before the result of the
+        latter is read: the draft's device grows the tree once the path in flight is posted.
         """
         next_round, shape = request.round_idx + 2, use.following_shape
         return (
@@ -282,8 +287,8 @@ class DeviceRounds(PeerRounds):
     ) -> int:
         """Return the round tag of the round after the one in flight.
 
-        Returns: 0 if the draft does not look into the mailbox, has been late, or sampling must know
-            the tree.
+        Returns: 0 if the tree must not go through the mailbox: the draft does not read it, was late
+            lately, or sampling on the host must know the tree.
         """
         use, round_idx = peer.mailbox, request.round_idx + 2
         if use is None or not _is_tree_for_device(request, shape):
@@ -294,9 +299,10 @@ class DeviceRounds(PeerRounds):
         return tag_of(self._begin_tags(request, use), round_idx)
 
     def _begin_tags(self, request: TargetRequest, use: MailboxUse) -> int:
-        """Return where the request's round tags count from."""
+        """Return the first round tag of the request."""
         if use.tag_base is None:
-            # Of no request that had the slot before, and so that the request's tags count up.
+            # Random, so that no earlier holder of the slot had these tags; and small enough that
+            # the request's tags count up.
             use.tag_base = secrets.randbelow(NUM_TAGS // 2)
             if use.shares_gpu:  # words of later rounds would end a wait
                 self.mailbox.trees[request.req_idx, 1] = 0
@@ -305,7 +311,9 @@ class DeviceRounds(PeerRounds):
 
 
 def _is_tree_for_device(request: TargetRequest, shape: TreeShape) -> bool:
-    """Return whether paths of such trees fit into the mailbox, and sampling need not know them."""
+    """Return whether paths of such trees fit into the mailbox, and the host need not know the tree
+    to sample.
+    """
     stopping = request.open.stopping
     is_masked = stopping.stop_token_ids and stopping.min_new_tokens
     return shape.num_steps < MAX_PATH and not (is_masked or request.is_sampled_by_path)
@@ -341,16 +349,16 @@ def _round_tag(request: TargetRequest) -> int:
 
 
 def _path_tag(request: TargetRequest) -> int:
-    """Return the tag of the path of the next round to launch; 0: nobody waits for it."""
+    """Return the tag of the path of the next round to launch; 0: no draft waits for this path."""
     peer = request.draft
     return 0 if peer is None or peer.progress is Progress.RESTING else _round_tag(request)
 
 
 def _note_wait(request: TargetRequest, path: AcceptedNodes) -> None:
-    """Take note whether the device waited for a tree in vain, with all that it was to compute.
+    """Note whether the device waited in vain for a request's tree; the whole step waited with it.
 
-    A draft that is late is trusted with less each time: after the first, the host waits for one
-    tree, where the orchestrator sees it; then for two, four, ..
+    After a late tree the host, not the device, waits for the request's next tree, so that the
+    orchestrator notices a silent draft; after another late one for the next 2, then 4, ... trees.
     """
     use = _mailbox_use_of(request)
     if use is None:
