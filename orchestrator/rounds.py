@@ -1,15 +1,17 @@
 """One request: its rounds, and its recovery when it loses a worker.
 
-    round by credit  the target runs it by itself: with a tree that it orders of a draft which is
-                     attached to it and has caught up, else of the root alone
-    relayed round    the tree comes here from the draft and goes to the target with the order
+    round by credit  the target runs the round by itself: with a tree that it orders from a draft
+                     that is attached to it and has caught up, else with the root alone
+    relayed round    the draft sends the tree to the orchestrator, which sends it to the target with
+                     the order of the round
 
-Of every round the accepted path comes here, is committed and emitted. Who runs the next round
-follows from the state of the draft, see draft_states.py.
+The accepted path of every round comes to the orchestrator, is committed here and emitted to the
+client. The state of the draft decides which kind the next round is, see draft_states.py.
 
-The request's tokens live here; what workers hold is a cache of them. A lost draft costs speculation
-until another one has caught up. A lost target costs a prefill of prompt + output elsewhere. Neither
-changes the output: a token is a function of the tokens before it, the parameters and the seed.
+The request's tokens live here; workers hold a cache of them. A lost draft costs speculation until
+another draft has caught up. A lost target costs a prefill of prompt + output on another target.
+Neither changes the output: a token is a function of the tokens before it, the parameters and the
+seed.
 """
 
 from __future__ import annotations
@@ -57,13 +59,15 @@ class Generation:
 
     Args:
         request: With its prompt tokenized.
-        worker_request_id: Its id on the workers, unique in the world.
-        model: What is served, as far as validation needed to know.
-        is_awaited: There is no target at present; one that serves this model is waited for.
+        worker_request_id: The request's id on the workers, unique among all orchestrators.
+        model: The served model, as validation saw it.
+        pool: Workers with open sessions.
+        config: Of the orchestrator.
         tokenizer: None if the model has none: then there is no text.
-        log: Where the request's records go; None = to this module's logger.
-        turns: Of all that write in this process; None: nobody else does.
-        metrics: Of this process; None: nobody counts.
+        log: Where the request's records go; None: to this module's logger.
+        turns: Write turns of this process; None: no other request writes.
+        metrics: Metrics of this process; None: nothing is counted.
+        is_awaited: There is no target at present: wait for one that serves this model.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class Generation:
             on_admitted=self._admitted,
             on_detached=self._draft.lose_channel,
             on_rest=self._draft.note_rest,
-            on_gone=self._draft.close,  # its features came from there: no round waits for it
+            on_gone=self._draft.close,  # its features came from that target
         )
 
     @property
@@ -119,17 +123,17 @@ class Generation:
 
     @property
     def reply(self) -> Reply:
-        """Return what the client gets, with what is counted of it."""
+        """Return the events for the client, with their counts."""
         return self._reply
 
     @property
     def events(self) -> Outgoing:
-        """Return what the client gets; None is the end."""
+        """Return the events for the client; the last one is None."""
         return self._reply.events
 
     @property
     def status(self) -> RequestStatus:
-        """Return how far the request is."""
+        """Return the progress of the request."""
         return self._reply.status(is_placed=self._placement.is_open, retries=self._num_retries)
 
     @property
@@ -176,14 +180,18 @@ class Generation:
         self._send(path, tree, root_only_reason)
 
     async def _wait_reader(self) -> None:
-        """Wait until the client has read: what the target holds stays, nobody else waits."""
+        """Wait until the client has read. The target keeps the request's pages; no other request
+        waits.
+        """
         self._metrics.note_stall("reader")
         self._draft.pause()
         await self._reply.events.wait_room()
         self._draft.note_credit()
 
     def _runs_by_credit(self, round_idx: int) -> bool:
-        """Return whether a round needs no order: it is here already, or no tree comes this way."""
+        """Return whether a round needs no order: its path has come already, or the draft's trees
+        are not relayed.
+        """
         return not self._draft.is_relayed or self._target.has_path(round_idx)
 
     async def _credited_rounds(self) -> None:
@@ -200,9 +208,10 @@ class Generation:
                         return
 
     def _take_credited(self, path: AcceptedPath) -> bool:
-        """Take a round that the target ran by its credit; return whether the next one comes so.
+        """Take a round that the target ran by its credit; return whether the next round will come
+        by credit, too.
 
-        Called as the path arrives, without a switch of tasks.
+        Called in the callback that receives the path, without a switch of tasks.
         """
         self._reply.meter.verify.lap()
         root_only_reason = self._draft.root_only_reason
@@ -222,7 +231,7 @@ class Generation:
     def _extend_credit(self, round_idx: int) -> bool:
         """Renew the target's credit, if rounds go by credit and the client reads.
 
-        Returns: Whether that had to be said.
+        Returns: Whether a message was sent.
         """
         if self._draft.is_relayed or not self._reply.events.has_room:
             return False
@@ -247,7 +256,9 @@ class Generation:
         self._reply.note_times(self._round_idx, tree, path)
 
     async def _relayed_round(self) -> tuple[TokenTree | None, AcceptedPath]:
-        """Take the draft's tree, if it comes in time, and have the target verify it."""
+        """Wait for the draft's tree, and have the target verify it, or the root alone if the tree
+        is late.
+        """
         with self._reply.meter.draft_wait:
             tree = await self._draft.tree(self._round_idx)  # None: the root alone
         with self._reply.meter.verify:
@@ -258,21 +269,25 @@ class Generation:
         try:
             return await self._target.verify(self._order(tree))
         except InvalidArgumentError as error:
-            # Without a tree: the wrong one was that of a round by credit, revoked meanwhile.
+            # If this order has no tree, the wrong tree was that of a round by credit, which was
+            # revoked meanwhile.
             if tree is None and not isinstance(error, InvalidTreeError):
                 raise
             self._draft.refuse(error.message)
             return await self._target.verify(self._order(None))
 
     def _commit(self, path: AcceptedPath) -> None:
-        """Take the accepted path; from now on its tokens are part of the request."""
+        """Commit the accepted path: from now on its tokens are part of the request."""
         self._placement.note_path(path, len(self._tokens) + len(path.token_ids))
         self._tokens.extend(path.token_ids)
 
     def _prepare_next_round(self, path: AcceptedPath) -> bool:
         """Order the next tree, or extend the target's credit to go on by itself, or both.
 
-        Tokens are emitted later: if a stop string ends them, the tree is in vain.
+        This comes before the tokens are emitted: if a stop string ends the output, the tree is
+        grown in vain.
+
+        Returns: Whether a message was sent.
         """
         if path.finish_reason is not FinishReason.NONE:
             return False
@@ -284,7 +299,7 @@ class Generation:
         return self._extend_credit(self._round_idx + 1) or is_sent
 
     def _revoke(self) -> None:
-        """Have the target run the round that is waited for without its draft."""
+        """End the credit: have the target run the present round without its draft."""
         if self._placement.is_open:
             self._target.revoke_credit(self._order(None))
 
@@ -301,7 +316,7 @@ class Generation:
                 self._commit(path)
                 break
             except TargetGone as gone:
-                self._lose_target(gone)  # raises when enough is enough
+                self._lose_target(gone)  # raises after too many losses
             num_lost += 1
             await asyncio.sleep(wait_s(_REBUILD_WAIT, num_lost))
         if self._prepare_next_round(path):
@@ -309,29 +324,31 @@ class Generation:
         self._reply.emit(path)
 
     def _admitted(self, worker: WorkerSession, admitted: TargetAdmitted) -> None:
-        """Tell the client once, and let a draft read along while the target prefills."""
+        """Send PromptInfo to the client, once, and open a draft, which reads along while the target
+        prefills.
+        """
         self._reply.admitted(
             self._placement.terms.model, admitted.num_cached_tokens, admitted.times
         )
         self._draft.open(worker, self._placement.target_epoch, self._tokens)
 
     def _lose_target(self, gone: TargetGone) -> None:
-        """Account for the loss and free what is left of the state.
+        """Count the loss of a target, and free what is left of the request's state on workers.
 
-        Raises: InternalError or UnavailableError if that is enough, see Losses.
+        Raises: InternalError or UnavailableError after too many losses, see Losses.
         """
         level = logging.INFO if gone.loss is Loss.MOVED else logging.WARNING
         self._log.log(level, "rebuilding the request: %s", gone)
         self._metrics.note_rebuild("target", gone.loss.name.lower())
         self._placement.lose(gone)
         self._close()
-        gone.with_traceback(None)  # its frames hold the request, and it them: a circle
+        gone.with_traceback(None)  # its frames refer to the request: a reference cycle
 
     def _begin_round(self, round_idx: int) -> None:
         self._round_idx = self._log.round_idx = round_idx
 
     def _resume(self) -> None:
-        """Take the output that the client already holds; it may be all there is."""
+        """Take the output that the client already holds; the request may be finished by it."""
         if self._request.resume_ids:
             self._reply.resume(
                 stop_token_ids=self._placement.terms.stop_token_ids,
@@ -342,10 +359,10 @@ class Generation:
 
     def _finish(self) -> None:
         finish = self._reply.finish(retries=self._num_retries)
-        self._log.finish = finish  # logged once the client has it
+        self._log.finish = finish  # logged once the client has got it
 
     def _close(self) -> None:
-        """Free whatever both workers hold."""
+        """Free the request's state on both workers."""
         self._draft.close()
         self._placement.close()
 
