@@ -242,16 +242,20 @@ class FeatureOutlet:
     def send(self) -> None:
         """Send each subscriber the rows it has not got yet, and drop rows past `retain_rows`."""
         self._wake_some()
+        has_rested = False
         for request in self._requests.values():
             log = request.features
             if log is None:
                 continue
+            has_rested |= log.rested_since is not None
             if log.is_settled:
                 continue
             self._send(request, log)
             # A replay in flight ends where the kept rows begin: these must stay meanwhile.
             if not log.is_replaying:
                 log.trim()
+        if not has_rested:
+            self.rested.restart()
         if self.ring is not None:
             self.ring.start_step()
 

@@ -67,7 +67,7 @@ class RestedRows:
         max_bytes: Most memory for rows.
 
     Attributes:
-        end: Number of the next row: how many rows were ever appended.
+        end: Number of the next row.
     """
 
     def __init__(self, row_bytes: int, max_bytes: int = MAX_RESTED_BYTES) -> None:
@@ -115,6 +115,12 @@ class RestedRows:
         for part, places in self._places(begin, num_rows):
             np.take(step, of_step[part], axis=0, out=self._rows[places], mode="clip")
             self._slots[places], self._positions[places] = slots[part], positions[part]
+
+    def restart(self) -> None:
+        """Begin again at the first place, because no request rests: only memory for as many rows as
+        are needed at a time is ever touched.
+        """
+        self.end += -self.end % max(self._capacity, 1)
 
     def _places(self, begin: int, num_rows: int) -> Iterator[tuple[slice, slice]]:
         """Yield which of a step's rows go to which places: one pair of slices, or two if the rows

@@ -78,6 +78,8 @@ def test_rows_of_a_request_come_back_in_order(data: st.DataObject) -> None:
     ends = [0] * num_slots
     since: dict[int, tuple[int, int]] = {}  # rows and position
     for _ in range(data.draw(st.integers(1, 30))):
+        if not since:
+            rested.restart()
         for slot in data.draw(st.sets(st.integers(0, num_slots - 1))):
             if slot not in since:
                 since[slot] = rested.end, ends[slot]
@@ -110,6 +112,17 @@ def test_only_a_target_with_a_gpu_takes_all_memory_for_rows_at_once() -> None:
     touched = RestedRows(1024, 64 << 20)
     touched.reserve()
     assert _resident_mib() > before + 48
+
+
+def test_requests_that_rest_one_after_the_other_share_memory() -> None:
+    """A target that has served for hours has touched no more than it needed at a time."""
+    before = _resident_mib()
+    rested = RestedRows(1024, 64 << 20)
+    rows = np.ones((1, 1024, 1024), dtype=np.uint8)
+    for _ in range(64):
+        rested.append([RestedPath(0, 0, 0, 1024)], rows)
+        rested.restart()
+    assert _resident_mib() < before + 16
 
 
 def _check_rows(rested: RestedRows, slot: int, since: int, begin: int, end: int) -> None:
