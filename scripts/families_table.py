@@ -22,8 +22,8 @@ DOCUMENT = ROOT / "docs" / "families.md"
 sys.path.insert(0, str(ROOT))
 
 from shared.models.experts_config import ExpertsFamily, Scoring  # noqa: E402
-from shared.models.families import (  # noqa: E402
-    FAMILIES,
+from shared.models.families import FAMILIES  # noqa: E402
+from shared.models.family import (  # noqa: E402
     NORMS_BEHIND,
     Family,
     LayerNorms,

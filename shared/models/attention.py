@@ -24,7 +24,7 @@ from shared.kernels.tree_attention import (
 from shared.messages import MAX_TREE_NODES
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.families import NormRule
+from shared.models.family import NormRule
 from shared.models.kv_scales import load_kv_scales
 from shared.models.projections import (
     Product,

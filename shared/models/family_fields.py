@@ -9,7 +9,7 @@ from typing import Any
 
 from shared.errors import CheckpointError
 from shared.models.config_fields import require_positive
-from shared.models.families import MULTIPLIERS, Family
+from shared.models.family import MULTIPLIERS, Family
 from shared.models.rope_config import (
     RopeConfig,
     local_rope_fields,

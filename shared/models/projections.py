@@ -14,7 +14,7 @@ from shared.kernels.products_cpu import Weight
 from shared.kernels.quantized import GpuWeight, stack_rows
 from shared.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
 from shared.models.checkpoint import CheckpointReader
-from shared.models.families import NormRule
+from shared.models.family import NormRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

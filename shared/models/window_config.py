@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shared.models.config_fields import require_int, require_kinds
-from shared.models.families import Family, Window
+from shared.models.family import Family, Window
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # Of transformers' classes that read `max_window_layers`.
