@@ -24,7 +24,7 @@ from shared.models.experts_config import ExpertsConfig, parse_experts
 from shared.models.families import FAMILIES, TARGET_ARCHITECTURES
 from shared.models.family import Family, LayerNorms, NormRule
 from shared.models.family_fields import has_gelu, parse_multipliers, parse_ropes
-from shared.models.language_fields import language_fields
+from shared.models.language_fields import language_fields, variant_of
 from shared.models.latent_config import LatentConfig, parse_latent
 from shared.models.layer_heads import LayerHeads, parse_layer_heads
 from shared.models.per_layer_config import PerLayerConfig, parse_per_layer
@@ -244,7 +244,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         architecture: One of TARGET_ARCHITECTURES; a draft head passes the one it resembles.
     Raises: CheckpointError naming the field.
     """
-    family = FAMILIES[architecture]
+    family = variant_of(FAMILIES[architecture], fields)
     fields = language_fields(fields, source, family)
     latent = parse_latent(fields, source) if family.has_latent_attention else None
     num_heads, num_kv_heads, head_dim = _parse_heads(fields, source, family, latent)
@@ -299,7 +299,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         is_tied=bool(fields.get("tie_word_embeddings", False)),
         dtype=_parse_dtype(fields, source),
         unrotated_layers=unrotated,
-        has_vision=bool(family.text_type),
+        has_vision=bool(family.text_types),
         num_mtp_layers=int(fields.get("num_nextn_predict_layers") or 0) if family.has_mtp else 0,
         latent=latent,
         experts=experts,

@@ -13,7 +13,24 @@ _LLAMA = Family(
     mlp_bias="mlp_bias",
     is_mha_by_default=True,
 )
-_MISTRAL = Family(window=Window.IF_SET, defaults={"sliding_window": 4096})
+MISTRAL = Family(window=Window.IF_SET, defaults={"sliding_window": 4096})
+# As its class reads files without a rotary embedding.
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+MINISTRAL3 = Family(
+    window=Window.IF_SET,
+    is_mha_by_default=True,
+    has_query_scaling=True,
+    rope_ignored=("max_position_embeddings",),
+    defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_scaling": _MINISTRAL3_ROPE},
+)
 _GLM = Family(
     qkv_bias="attention_bias",
     has_own_head_dim=True,
@@ -22,6 +39,13 @@ _GLM = Family(
     is_interleaved=True,
     defaults={"attention_bias": True},
 )
+_CWM_ROPE = {
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _OLMO2 = Family(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -36,15 +60,53 @@ QWEN3_VL = Family(
     o_bias="attention_bias",
     has_qk_norm=True,
     is_mha_by_default=True,
-    rope_of_images=("mrope_section", "mrope_interleaved"),
-    text_type="qwen3_vl_text",
+    rope_ignored=("mrope_section", "mrope_interleaved"),
+    text_types=("qwen3_vl_text",),
     defaults={"head_dim": 128, "rope_theta": 500_000.0},
+)
+_QWEN2_VL = Family(
+    qkv_bias=True,
+    window=Window.IF_USED,
+    is_mha_by_default=True,
+    rope_aliases={"mrope": "default"},
+    rope_ignored=("mrope_section",),
+    has_flat_text=True,
+    defaults={"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
+    | {"sliding_window": 4096, "max_window_layers": 80},
+)
+_GLM4 = replace(
+    _GLM,
+    layer_norms=LayerNorms(
+        after_attention="post_self_attn_layernorm",
+        before_mlp="post_attention_layernorm",
+        after_mlp="post_mlp_layernorm",
+    ),
+    defaults={**_GLM.defaults, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
+)
+_GLM4V = replace(
+    _GLM4,
+    qkv_bias=True,
+    has_own_head_dim=False,
+    is_mha_by_default=True,
+    rotary_share=1.0,
+    rope_ignored=("mrope_section",),
+    text_types=("glm4v_text",),
+    defaults={"rms_norm_eps": 1e-5},
+)
+HUNYUAN_DENSE = Family(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    has_late_qk_norm=True,
+    has_rope_alpha=True,
+    is_mha_by_default=True,
+    refused={"use_qk_norm": (True,), "use_cla": (False,), "mlp_bias": (False,)},
+    defaults={"rms_norm_eps": 1e-5},
 )
 DENSE_FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": _MISTRAL,
-    "MinistralForCausalLM": _MISTRAL,
-    "Mistral3ForConditionalGeneration": replace(_MISTRAL, text_type="mistral"),
+    "MistralForCausalLM": MISTRAL,
+    "MinistralForCausalLM": MISTRAL,
+    "Ministral3ForCausalLM": MINISTRAL3,
     "Qwen2ForCausalLM": Family(qkv_bias=True, window=Window.IF_USED),
     "Qwen3ForCausalLM": Family(
         qkv_bias="attention_bias",
@@ -54,6 +116,8 @@ DENSE_FAMILIES: dict[str, Family] = {
         has_own_head_dim=True,
     ),
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
+    "Qwen2VLForConditionalGeneration": replace(_QWEN2_VL, text_types=("qwen2_vl_text",)),
+    "Qwen2_5_VLForConditionalGeneration": replace(_QWEN2_VL, text_types=("qwen2_5_vl_text",)),
     "MiMoForCausalLM": Family(qkv_bias=True, window=Window.IF_USED, has_mtp=True),
     "Phi3ForCausalLM": Family(
         window=Window.IF_SET,
@@ -63,14 +127,22 @@ DENSE_FAMILIES: dict[str, Family] = {
         rope_aliases={"su": "longrope", "yarn": "longrope"},
     ),
     "GlmForCausalLM": _GLM,
-    "Glm4ForCausalLM": replace(
-        _GLM,
-        layer_norms=LayerNorms(
-            after_attention="post_self_attn_layernorm",
-            before_mlp="post_attention_layernorm",
-            after_mlp="post_mlp_layernorm",
-        ),
-        defaults={**_GLM.defaults, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
+    "Glm4ForCausalLM": _GLM4,
+    "Glm4vForConditionalGeneration": _GLM4V,
+    "Glm46VForConditionalGeneration": _GLM4V,
+    "CwmForCausalLM": Family(
+        mlp_bias="mlp_bias",
+        is_mha_by_default=True,
+        window=Window.PATTERN_FROM_FULL,
+        window_period=4,
+        defaults={"head_dim": 128, "sliding_window": 8192, "rope_theta": 1_000_000.0}
+        | {"rms_norm_eps": 1e-5, "rope_scaling": _CWM_ROPE},
+    ),
+    # Its files are those of a Llama; the other fields are of code that nothing published uses.
+    "IQuestCoderForCausalLM": replace(
+        _LLAMA,
+        refused={"use_sliding_window": (False,)},
+        defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
     ),
     "GraniteForCausalLM": replace(
         _LLAMA, implemented=MULTIPLIERS, defaults={"attention_multiplier": 1.0}
@@ -120,15 +192,7 @@ DENSE_FAMILIES: dict[str, Family] = {
         other_names={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
         defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
     ),
-    "HunYuanDenseV1ForCausalLM": Family(
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        has_late_qk_norm=True,
-        has_rope_alpha=True,
-        is_mha_by_default=True,
-        refused={"use_qk_norm": (True,), "use_cla": (False,), "mlp_bias": (False,)},
-        defaults={"rms_norm_eps": 1e-5},
-    ),
+    "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
     "Ernie4_5ForCausalLM": Family(
         qkv_bias="use_bias",
         o_bias="use_bias",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shared.models.dense_families import ERNIE_DEFAULTS, QWEN3_VL
+from shared.models.dense_families import ERNIE_DEFAULTS, HUNYUAN_DENSE, QWEN3_VL
 from shared.models.experts_config import ExpertsFamily, ExpertTensors, GroupScore, Scoring
 from shared.models.family import Family, NormRule, Window
 
@@ -40,6 +40,53 @@ _DEEPSEEK_V3 = Family(
     experts=replace(_SIGMOID_EXPERTS, count_fields=_DEEPSEEK_COUNTS),
     has_mtp=True,
 )
+_GLM4_MOE = Family(
+    qkv_bias="attention_bias",
+    has_qk_norm="use_qk_norm",
+    rotary_share=0.5,
+    defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": True, "n_shared_experts": 1}
+    | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+    experts=_SIGMOID_EXPERTS,
+    has_mtp=True,
+)
+_EXAONE_MOE = Family(
+    has_qk_norm=True,
+    window=Window.PATTERN,
+    window_period=4,
+    rotates_windows_only=True,
+    refused={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "norm_topk_prob": True}
+    | {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1},
+    other_names={"n_shared_experts": "num_shared_experts"},
+    experts=replace(
+        _SIGMOID_EXPERTS, count_fields=("num_experts",), router_bias="e_score_correction_bias"
+    ),
+)
+_KIMI_K25 = replace(_DEEPSEEK_V3, text_types=("kimi_k2", "deepseek_v3"))
+# As its class reads files without a rotary embedding.
+_MISTRAL4_ROPE = {
+    "rope_type": "yarn",
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+MISTRAL4 = Family(
+    has_latent_attention=True,
+    is_interleaved=True,
+    has_query_scaling=True,
+    # A head's rotated share follows from its widths.
+    rope_ignored=("max_position_embeddings", "partial_rotary_factor"),
+    refused={"attention_bias": (False,), "rope_interleave": (True,)},
+    defaults={"norm_topk_prob": True, "n_shared_experts": 1, "rope_scaling": _MISTRAL4_ROPE},
+    experts=ExpertsFamily(
+        count_fields=_DEEPSEEK_COUNTS,
+        has_shared=True,
+        has_groups=True,
+        tensors=ExpertTensors(is_fused=True, is_halved=True, is_transposed=False),
+    ),
+)
 EXPERT_FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(
         window=Window.IF_SET,
@@ -66,20 +113,47 @@ EXPERT_FAMILIES: dict[str, Family] = {
     ),
     "Qwen3VLMoeForConditionalGeneration": replace(
         QWEN3_VL,
-        text_type="qwen3_vl_moe_text",
+        text_types=("qwen3_vl_moe_text",),
         defaults={"rope_theta": 500_000.0},
         experts=ExpertsFamily(
             always_normalises=True, tensors=ExpertTensors(is_fused=True, is_halved=True)
         ),
     ),
-    "Glm4MoeForCausalLM": Family(
+    "Glm4MoeForCausalLM": _GLM4_MOE,
+    "Glm4vMoeForConditionalGeneration": replace(
+        _GLM4_MOE,
+        has_qk_norm=False,
+        rope_ignored=("mrope_section",),
+        text_types=("glm4v_moe_text",),
+        refused={"use_qk_norm": (False,)},
+        defaults={**_GLM4_MOE.defaults, "attention_bias": True},
+    ),
+    "SolarOpenForCausalLM": Family(
         qkv_bias="attention_bias",
-        has_qk_norm="use_qk_norm",
-        rotary_share=0.5,
+        rotary_share=1.0,
+        refused={"use_qk_norm": (False,)},
         defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": True, "n_shared_experts": 1}
-        | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+        | {"head_dim": 128, "rope_theta": 1_000_000.0},
         experts=_SIGMOID_EXPERTS,
-        has_mtp=True,
+    ),
+    "ExaoneMoeForCausalLM": _EXAONE_MOE,
+    # So published files call it.
+    "ExaoneMoEForCausalLM": _EXAONE_MOE,
+    "HunYuanMoEV1ForCausalLM": replace(
+        HUNYUAN_DENSE,
+        refused=HUNYUAN_DENSE.refused
+        | {"use_mla": (False,), "num_shared_expert": (1,), "moe_layer_num_skipped": (0,)}
+        | {"group_limited_greedy": (False,), "routed_scaling_factor": (1.0,)},
+        layer_lists=("moe_topk", "moe_intermediate_size", "num_experts", "num_shared_expert"),
+        implemented=("kv_lora_rank",),  # which only layers with latents read, see use_mla
+        experts=ExpertsFamily(
+            count_fields=("num_experts",),
+            count_per_tok_field="moe_topk",
+            width_field="intermediate_size",
+            shared_width_field="intermediate_size",
+            always_normalises=True,
+            tensors=ExpertTensors(router="gate.wg", shared="shared_mlp"),
+        ),
     ),
     "MiniMaxM2ForCausalLM": Family(
         has_wide_qk_norm=True,
@@ -190,6 +264,10 @@ EXPERT_FAMILIES: dict[str, Family] = {
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "KimiK2ForCausalLM": _DEEPSEEK_V3,
+    "KimiK25ForConditionalGeneration": _KIMI_K25,
+    # So transformers calls it.
+    "Kimi_K25ForConditionalGeneration": _KIMI_K25,
+    "Mistral4ForCausalLM": MISTRAL4,
     "Glm4MoeLiteForCausalLM": replace(
         _DEEPSEEK_V3,
         defaults={"norm_topk_prob": True, "n_shared_experts": 1, "routed_scaling_factor": 1.8}

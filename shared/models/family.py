@@ -56,6 +56,8 @@ class Window(enum.Enum):
     """In every layer."""
     PATTERN = enum.auto()
     """In all but every `sliding_window_pattern`-th layer, which sees everything."""
+    PATTERN_FROM_FULL = enum.auto()
+    """As PATTERN, but the first layer sees everything."""
     IF_USED = enum.auto()
     """If `use_sliding_window`, from layer `max_window_layers` on."""
     IF_USED_BY_ALL = enum.auto()
@@ -96,21 +98,26 @@ class Family:
         is_interleaved: The rotary embedding pairs neighbours.
         rope_aliases: Its own names of rope types.
         has_rope_alpha: Rope type "dynamic" with an `alpha` is a fixed stretch of the base.
-        rope_of_images: Keys of its rotary embedding that say where images are, not tokens of text.
+        rope_ignored: Keys of its rotary embedding that change nothing for tokens of text.
+        has_query_scaling: Queries grow with their positions, as `llama_4_scaling_beta` says.
         has_local_rope: Layers with a window have a rotary embedding of their own.
         rotates_windows_only: If there is a window, layers without it are not rotated.
         has_scaled_embedding: Embeddings are multiplied by sqrt(hidden_size).
         has_query_scalar: Scores are divided by the root of `query_pre_attn_scalar`.
         activation_field: What says how gates of MLPs are activated.
         has_latent_attention: Multi-head latent attention.
-        text_type: The checkpoint has a vision tower beside a language model of this `model_type`,
-            whose fields are in `text_config`; the tower is left out. "": there is none.
+        text_types: The checkpoint has a vision tower beside a language model of one of these
+            `model_type`s, whose fields are in `text_config`; the tower is left out. Empty: there is
+            none.
+        has_flat_text: Published files have no `text_config`: its fields are among the others.
+        variants: What the architecture is where `text_config` is of other types than `text_types`.
         refused: Fields that this family alone reads, and that are not implemented -> the values,
             besides None, that ask for nothing.
         implemented: Fields that are refused for other families and computed for this one, beside
             those that `computed_fields` adds.
         defaults: What absent fields mean, where it is not what they mean for all.
         other_names: Field -> the name by which it is also written.
+        layer_lists: Fields that may have a value for each layer; all must be the same.
         experts: How config.json describes experts; None: there are none.
         has_mtp: `num_nextn_predict_layers` layers of multi-token prediction follow the others.
     """
@@ -139,18 +146,22 @@ class Family:
     is_interleaved: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     has_rope_alpha: bool = False
-    rope_of_images: tuple[str, ...] = ()
+    rope_ignored: tuple[str, ...] = ()
+    has_query_scaling: bool = False
     has_local_rope: bool = False
     rotates_windows_only: bool = False
     has_scaled_embedding: bool = False
     has_query_scalar: bool = False
     activation_field: str = "hidden_act"
     has_latent_attention: bool = False
-    text_type: str = ""
+    text_types: tuple[str, ...] = ()
+    has_flat_text: bool = False
+    variants: tuple[Family, ...] = ()
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     implemented: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     other_names: Mapping[str, str] = field(default_factory=dict)
+    layer_lists: tuple[str, ...] = ()
     experts: ExpertsFamily | None = None
     has_mtp: bool = False
 

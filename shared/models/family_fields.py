@@ -82,7 +82,8 @@ def parse_ropes(
         default_share=family.rotary_share,
         is_interleaved=family.is_interleaved,
         aliases=family.rope_aliases,
-        ignored=family.rope_of_images,
+        ignored=family.rope_ignored,
+        has_query_scaling=family.has_query_scaling,
     )
     if family.has_rope_alpha:
         fields = _stretched_by_alpha(fields, source, head_dim)

@@ -105,7 +105,7 @@ GEMMA_FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(
         _GEMMA3,
-        text_type="gemma3_text",
+        text_types=("gemma3_text",),
         implemented=(),
         # Published files leave out what is as in the class.
         defaults={
@@ -117,9 +117,9 @@ GEMMA_FAMILIES: dict[str, Family] = {
         },
     ),
     "Gemma4ForCausalLM": _GEMMA4,
-    "Gemma4ForConditionalGeneration": replace(_GEMMA4, text_type="gemma4_text"),
+    "Gemma4ForConditionalGeneration": replace(_GEMMA4, text_types=("gemma4_text",)),
     "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
     "Gemma4UnifiedForConditionalGeneration": replace(
-        _GEMMA4_UNIFIED, text_type="gemma4_unified_text"
+        _GEMMA4_UNIFIED, text_types=("gemma4_unified_text",)
     ),
 }
