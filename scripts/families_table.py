@@ -59,6 +59,8 @@ MODELS = {
     "Gemma4ForConditionalGeneration": "Gemma 4 E2B, E4B, 31B, 26B-A4B (their language models)",
     "Gemma4UnifiedForCausalLM": "Gemma 4 12B (its language model alone)",
     "Gemma4UnifiedForConditionalGeneration": "Gemma 4 12B (its language model)",
+    "ArceeForCausalLM": "Arcee AFM 4.5B",
+    "ApertusForCausalLM": "Apertus 8B, 70B",
     "CwmForCausalLM": "CWM",
     "IQuestCoderForCausalLM": "IQuest-Coder-V1",
     "GraniteForCausalLM": "Granite 3 (dense)",
@@ -345,6 +347,8 @@ def _norms_of(family: Family) -> list[str]:
         parts.append("norms before and behind attention and MLP")
     if family.norm_rule is NormRule.OFFSET:
         parts.append("norms by 1 + weight")
+    if family.ungated is not None:
+        parts.append(f"MLPs without a gate ({family.ungated})")
     if family.activation_field != "hidden_act":
         parts.append("gelu")
     if family.has_scaled_embedding:

@@ -352,15 +352,17 @@ MIMO_V2_FLASH = {
     },
 }
 # Queries grow from position 32 on.
-_GROWING = YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
-MINISTRAL3 = {"head_dim": 24, "sliding_window": 20, "rope_parameters": _GROWING}
+GROWING = YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
+MINISTRAL3 = {"head_dim": 24, "sliding_window": 20, "rope_parameters": GROWING}
 # Softmax over groups that are judged by two; all layers but the first have experts.
 MISTRAL4 = _LATENT | {
     "q_lora_rank": 48,
-    "rope_parameters": _GROWING,
+    "rope_parameters": GROWING,
     "n_shared_experts": 2,
     "routed_scaling_factor": 1.5,
 }
+ARCEE = {"head_dim": 24, "attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}
+APERTUS = {"head_dim": 24, "attention_bias": True}
 CWM = {
     "bos_token_id": 0,
     "head_dim": 24,
@@ -908,6 +910,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "kimi-k2.5-transformers": write_kimi_k25,
     "qwen2-vl": lambda d: write_qwen2_vl(d, name="Qwen2VL"),
     "qwen2.5-vl": lambda d: write_qwen2_vl(d, is_flat=True),
+    "arcee": lambda d: write(d, "arcee", **ARCEE, seed=3),
+    "apertus": lambda d: write(d, "apertus", **APERTUS, seed=1),
     "cwm": lambda d: write(d, "cwm", **CWM),
     "iquestcoder": write_iquestcoder,
     "hunyuan-moe": write_hunyuan_moe,

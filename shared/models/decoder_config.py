@@ -22,7 +22,7 @@ from shared.models.config_file import (
 )
 from shared.models.experts_config import ExpertsConfig, parse_experts
 from shared.models.families import FAMILIES, TARGET_ARCHITECTURES
-from shared.models.family import Family, LayerNorms, NormRule
+from shared.models.family import Family, LayerNorms, NormRule, Ungated
 from shared.models.family_fields import has_gelu, parse_multipliers, parse_ropes
 from shared.models.language_fields import language_fields, variant_of
 from shared.models.latent_config import LatentConfig, parse_latent
@@ -62,6 +62,7 @@ class ModelConfig:
         has_scaled_embedding: Embeddings are multiplied by sqrt(hidden_size), rounded to the model's
             dtype.
         has_gelu: Gates of MLPs and experts pass gelu, approximated by tanh, not silu.
+        ungated: The activation of MLPs without a gate; None: they have one.
         attention_softcap, logits_softcap: Soft limits of scores and logits, see `tree_attention`;
             0: there is none.
         local_rope: Rotary embedding of the layers with a window; None: `rope`.
@@ -132,6 +133,7 @@ class ModelConfig:
     logits_scaling: float = 1.0
     has_scaled_embedding: bool = False
     has_gelu: bool = False
+    ungated: Ungated | None = None
     attention_softcap: float = 0.0
     logits_softcap: float = 0.0
     local_rope: RopeConfig | None = None
@@ -282,6 +284,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         has_mlp_bias=_is_set(fields, family.mlp_bias),
         has_scaled_embedding=family.has_scaled_embedding,
         has_gelu=is_gelu,
+        ungated=family.ungated,
         has_qk_norm=_is_set(fields, family.has_qk_norm),
         has_wide_qk_norm=family.has_wide_qk_norm,
         has_late_qk_norm=family.has_late_qk_norm,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shared.models.family import MULTIPLIERS, NORMS_BEHIND, Family, LayerNorms, NormRule, Window
+from shared.models.family import (
+    MULTIPLIERS,
+    NORMS_BEHIND,
+    Family,
+    LayerNorms,
+    NormRule,
+    Ungated,
+    Window,
+)
 
 ERNIE_DEFAULTS = {"tie_word_embeddings": True, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5}
 _LLAMA = Family(
@@ -46,6 +54,7 @@ _CWM_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_APERTUS_ROPE = {**_CWM_ROPE, "factor": 8.0}
 _OLMO2 = Family(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -137,6 +146,19 @@ DENSE_FAMILIES: dict[str, Family] = {
         window_period=4,
         defaults={"head_dim": 128, "sliding_window": 8192, "rope_theta": 1_000_000.0}
         | {"rms_norm_eps": 1e-5, "rope_scaling": _CWM_ROPE},
+    ),
+    "ArceeForCausalLM": replace(_LLAMA, ungated=Ungated.RELU2, defaults={"rms_norm_eps": 1e-5}),
+    "ApertusForCausalLM": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        has_qk_norm=True,
+        is_mha_by_default=True,
+        layer_norms=LayerNorms(
+            before_attention="attention_layernorm", before_mlp="feedforward_layernorm"
+        ),
+        ungated=Ungated.XIELU,
+        refused={"qk_norm": (True,), "post_norm": (False,), "mlp_bias": (False,)},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 12_000_000.0, "rope_scaling": _APERTUS_ROPE},
     ),
     # Its files are those of a Llama; the other fields are of code that nothing published uses.
     "IQuestCoderForCausalLM": replace(

@@ -141,9 +141,14 @@ EXPERT_FAMILIES: dict[str, Family] = {
     "ExaoneMoEForCausalLM": _EXAONE_MOE,
     "HunYuanMoEV1ForCausalLM": replace(
         HUNYUAN_DENSE,
-        refused=HUNYUAN_DENSE.refused
-        | {"use_mla": (False,), "num_shared_expert": (1,), "moe_layer_num_skipped": (0,)}
-        | {"group_limited_greedy": (False,), "routed_scaling_factor": (1.0,)},
+        refused={
+            **HUNYUAN_DENSE.refused,
+            "use_mla": (False,),
+            "num_shared_expert": (1,),
+            "moe_layer_num_skipped": (0,),
+            "group_limited_greedy": (False,),
+            "routed_scaling_factor": (1.0,),
+        },
         layer_lists=("moe_topk", "moe_intermediate_size", "num_experts", "num_shared_expert"),
         implemented=("kv_lora_rank",),  # which only layers with latents read, see use_mla
         experts=ExpertsFamily(

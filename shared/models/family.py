@@ -48,6 +48,15 @@ NORMS_AROUND = LayerNorms(
 )
 
 
+class Ungated(enum.StrEnum):
+    """Activations of MLPs that have no gate; the values are those of config.json."""
+
+    RELU2 = "relu2"
+    """The square of what is above 0."""
+    XIELU = "xielu"
+    """A parabola above 0, an exponential below, both with learned numbers (arXiv:2411.13010)."""
+
+
 class Window(enum.Enum):
     """Where a checkpoint's `sliding_window` holds, if `layer_types` does not say it."""
 
@@ -105,6 +114,7 @@ class Family:
         has_scaled_embedding: Embeddings are multiplied by sqrt(hidden_size).
         has_query_scalar: Scores are divided by the root of `query_pre_attn_scalar`.
         activation_field: What says how gates of MLPs are activated.
+        ungated: The activation of MLPs without a gate; None: they have one.
         has_latent_attention: Multi-head latent attention.
         text_types: The checkpoint has a vision tower beside a language model of one of these
             `model_type`s, whose fields are in `text_config`; the tower is left out. Empty: there is
@@ -153,6 +163,7 @@ class Family:
     has_scaled_embedding: bool = False
     has_query_scalar: bool = False
     activation_field: str = "hidden_act"
+    ungated: Ungated | None = None
     has_latent_attention: bool = False
     text_types: tuple[str, ...] = ()
     has_flat_text: bool = False

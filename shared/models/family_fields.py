@@ -31,9 +31,11 @@ def has_gelu(fields: Mapping[str, Any], source: str, family: Family) -> bool:
 
     Raises: CheckpointError naming the field.
     """
-    name = fields.get(family.activation_field) or "silu"
+    name = fields.get(family.activation_field) or family.ungated or "silu"
     is_clamped = family.experts is not None and family.experts.is_clamped
-    allowed = ("silu", "swish") if is_clamped else ("silu", "swish", _GELU)
+    allowed: tuple[str, ...] = ("silu", "swish") if is_clamped else ("silu", "swish", _GELU)
+    if family.ungated:
+        allowed = (family.ungated,)
     if name not in allowed:
         raise CheckpointError(
             f"{source}: {family.activation_field} = {name!r} is not supported, only "
