@@ -26,7 +26,6 @@ from shared.models.families import FAMILIES  # noqa: E402
 from shared.models.family import (  # noqa: E402
     NORMS_BEHIND,
     Family,
-    LayerNorms,
     NormRule,
     Window,
 )
@@ -59,6 +58,8 @@ MODELS = {
     "Gemma4ForConditionalGeneration": "Gemma 4 E2B, E4B, 31B, 26B-A4B (their language models)",
     "Gemma4UnifiedForCausalLM": "Gemma 4 12B (its language model alone)",
     "Gemma4UnifiedForConditionalGeneration": "Gemma 4 12B (its language model)",
+    "CohereForCausalLM": "Command R (not R+), Aya Expanse, Aya 23",
+    "Cohere2ForCausalLM": "Command R7B, Command A",
     "ArceeForCausalLM": "Arcee AFM 4.5B",
     "ApertusForCausalLM": "Apertus 8B, 70B",
     "CwmForCausalLM": "CWM",
@@ -343,10 +344,16 @@ def _norms_of(family: Family) -> list[str]:
     parts = []
     if family.layer_norms == NORMS_BEHIND:
         parts.append("norms behind attention and MLP")
-    elif family.layer_norms != LayerNorms():
+    elif family.layer_norms.after_attention is not None:
         parts.append("norms before and behind attention and MLP")
+    if family.layer_norms.is_parallel:
+        parts.append("attention and MLP in parallel")
     if family.norm_rule is NormRule.OFFSET:
         parts.append("norms by 1 + weight")
+    if family.norm_rule is NormRule.CENTERED:
+        parts.append("LayerNorms without biases")
+    if "logit_scale" in family.implemented:
+        parts.append("scaled logits")
     if family.ungated is not None:
         parts.append(f"MLPs without a gate ({family.ungated})")
     if family.activation_field != "hidden_act":

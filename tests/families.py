@@ -363,6 +363,11 @@ MISTRAL4 = _LATENT | {
 }
 ARCEE = {"head_dim": 24, "attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}
 APERTUS = {"head_dim": 24, "attention_bias": True}
+COHERE = {"attention_bias": True, "logit_scale": 0.3, "tie_word_embeddings": True}
+COHERE2 = COHERE | {
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 CWM = {
     "bos_token_id": 0,
     "head_dim": 24,
@@ -910,6 +915,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "kimi-k2.5-transformers": write_kimi_k25,
     "qwen2-vl": lambda d: write_qwen2_vl(d, name="Qwen2VL"),
     "qwen2.5-vl": lambda d: write_qwen2_vl(d, is_flat=True),
+    "cohere": lambda d: write(d, "cohere", **COHERE),
+    "cohere2": lambda d: write(d, "cohere2", **COHERE2),
     "arcee": lambda d: write(d, "arcee", **ARCEE, seed=3),
     "apertus": lambda d: write(d, "apertus", **APERTUS, seed=1),
     "cwm": lambda d: write(d, "cwm", **CWM),

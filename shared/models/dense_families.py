@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from shared.models.family import (
     MULTIPLIERS,
+    NORM_OF_BOTH,
     NORMS_BEHIND,
     Family,
     LayerNorms,
@@ -55,6 +56,20 @@ _CWM_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 _APERTUS_ROPE = {**_CWM_ROPE, "factor": 8.0}
+_COHERE = Family(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    is_mha_by_default=True,
+    is_interleaved=True,
+    layer_norms=NORM_OF_BOTH,
+    norm_rule=NormRule.CENTERED,
+    implemented=("logit_scale",),
+    refused={"use_qk_norm": (False,), "use_parallel_block": (True,), "rotary_pct": (1.0,)}
+    | {"use_gated_activation": (True,), "position_embedding_type": ("rope_gptj",)},
+    defaults={"rms_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
+    | {"rope_theta": 500_000.0},
+    other_names={"rms_norm_eps": "layer_norm_eps"},
+)
 _OLMO2 = Family(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -146,6 +161,14 @@ DENSE_FAMILIES: dict[str, Family] = {
         window_period=4,
         defaults={"head_dim": 128, "sliding_window": 8192, "rope_theta": 1_000_000.0}
         | {"rms_norm_eps": 1e-5, "rope_scaling": _CWM_ROPE},
+    ),
+    "CohereForCausalLM": _COHERE,
+    "Cohere2ForCausalLM": replace(
+        _COHERE,
+        window=Window.PATTERN,
+        window_period=4,
+        rotates_windows_only=True,
+        defaults={**_COHERE.defaults, "sliding_window": 4096, "rope_theta": 10_000.0},
     ),
     "ArceeForCausalLM": replace(_LLAMA, ungated=Ungated.RELU2, defaults={"rms_norm_eps": 1e-5}),
     "ApertusForCausalLM": Family(

@@ -23,16 +23,28 @@ class NormRule(enum.Enum):
     """By a weight in float32, and rounded last."""
     OFFSET = enum.auto()
     """As WIDE, by 1 + weight."""
+    CENTERED = enum.auto()
+    """As WIDE, of rows whose mean has been taken off them: LayerNorms without biases."""
+
+    @property
+    def is_centered(self) -> bool:
+        """Return whether norms take the mean off a row first."""
+        return self is NormRule.CENTERED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorms:
-    """What the norms of a layer are called; None: there is none at that place."""
+    """What the norms of a layer are called; None: there is none at that place.
+
+    Args:
+        is_parallel: The MLP reads what attention reads, and both are added.
+    """
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
+    is_parallel: bool = False
 
 
 NORMS_BEHIND = LayerNorms(
@@ -41,6 +53,7 @@ NORMS_BEHIND = LayerNorms(
     before_mlp=None,
     after_mlp="post_feedforward_layernorm",
 )
+NORM_OF_BOTH = LayerNorms(before_mlp=None, is_parallel=True)
 NORMS_AROUND = LayerNorms(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",

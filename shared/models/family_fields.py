@@ -54,6 +54,9 @@ def parse_multipliers(fields: Mapping[str, Any], source: str, family: Family) ->
         for field, name in _MULTIPLIERS.items()
         if field in family.implemented and fields.get(field) is not None
     }
+    if "logit_scale" in family.implemented and fields.get("logit_scale") is not None:
+        scale = require_positive(fields["logit_scale"], f"{source}: logit_scale")
+        found["logits_scaling"] = 1 / scale
     if family.has_query_scalar:
         scalar = fields.get("query_pre_attn_scalar", 256)
         scalar = require_positive(scalar, f"{source}: query_pre_attn_scalar")

@@ -156,7 +156,8 @@ class CausalLM:
                 captured[layer_id - 1] = x
             caches = inputs.kv.layers[self._cache_of_layer[layer_id]]
             x, pending = layer.forward(x, normed, rows[layer_id], caches)
-        x, hidden = add_and_norm(x, pending, self._norm, self.config.rms_norm_eps)
+        eps, is_centered = self.config.rms_norm_eps, self.config.norm_rule.is_centered
+        x, hidden = add_and_norm(x, pending, self._norm, eps, is_centered=is_centered)
         captured[len(self._layers) - 1] = x
         return ForwardOutput(
             hidden=hidden,

@@ -2,7 +2,8 @@
 
 Soft caps, gelu, norms in float32 behind products, multiplied embeddings, a gate of shared experts,
 norms of V, heads of two shapes, layers without K and V, embeddings per layer, values narrower than
-keys beside sinks and a multiplier, queries that grow with positions, MLPs without a gate.
+keys beside sinks and a multiplier, queries that grow with positions, MLPs without a gate,
+LayerNorms before attention and MLP in parallel.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo3": ("olmo3", families.OLMO3 | SMALL),
     "glm4": ("glm4", families.GLM4 | {**SMALL, "layer_types": None}),
+    "cohere2": ("cohere2", families.COHERE2 | SMALL),
     "ministral3": (
         "ministral3",
         families.MINISTRAL3
