@@ -214,6 +214,16 @@ HUNYUAN_A13B = {
     "rope_theta": 10000.0, "routed_scaling_factor": 1.0, "tie_word_embeddings": True,
     "use_cla": False, "use_mixed_mlp_moe": True, "use_mla": False, "use_qk_norm": True,
 }  # fmt: skip
+COMMAND_R7B = {
+    "architectures": ["Cohere2ForCausalLM"], "attention_bias": False, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "layer_norm_eps": 1e-4,
+    "layer_switch": 4, "logit_scale": 0.25, "max_position_embeddings": 8192,
+    "model_type": "cohere2", "num_attention_heads": 32, "num_key_value_heads": 8,
+    "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj",
+    "rope_scaling": None, "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096,
+    "sliding_window_pattern": 4, "use_embedding_sharing": True, "use_gated_activation": True,
+    "use_parallel_block": True, "use_parallel_embedding": True, "use_qk_norm": False,
+}  # fmt: skip
 K_EXAONE = {
     "architectures": ["ExaoneMoEForCausalLM"], "first_k_dense_replace": 1, "head_dim": 128,
     "layer_types": ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 3
@@ -391,6 +401,16 @@ def test_k_exaone(tmp_path: Path) -> None:
     assert (experts.num_experts, experts.shared_width, experts.dense_layers) == (128, 2048, {0})
 
 
+def test_command_r7b(tmp_path: Path) -> None:
+    config = published(tmp_path, COMMAND_R7B)
+    assert config.rope == RopeConfig(theta=5e4, is_interleaved=True)
+    assert config.layer_windows == (4096, 4096, 4096, 0) * 2
+    assert config.unrotated_layers == (3, 7)
+    assert (config.rms_norm_eps, config.logits_scaling, config.is_tied) == (1e-4, 4.0, True)
+    assert config.layer_norms.is_parallel
+    assert config.norm_rule.is_centered
+
+
 def test_cwm_without_a_list_of_layers(tmp_path: Path) -> None:
     config = published(tmp_path, {"architectures": ["CwmForCausalLM"]})
     assert config.layer_windows == (0, 8192, 8192, 8192) * 2
@@ -419,6 +439,10 @@ def test_the_layer_of_mtp_of_ernie_is_left_out(tmp_path: Path) -> None:
         (HUNYUAN_7B | {"use_cla": True}, "use_cla = True"),
         (HUNYUAN_7B | {"rope_scaling": {"type": "dynamic", "alpha": -1}}, "alpha must be"),
         (HUNYUAN_7B | {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 2.0}}, "alpha"),
+        (COMMAND_R7B | {"use_qk_norm": True}, "use_qk_norm = True"),
+        (COMMAND_R7B | {"use_parallel_block": False}, "use_parallel_block = False"),
+        (COMMAND_R7B | {"rotary_pct": 0.5}, "rotary_pct = 0.5"),
+        (COMMAND_R7B | {"logit_scale": 0}, "logit_scale must be"),
         ({"architectures": ["ArceeForCausalLM"], "hidden_act": "silu"}, "only relu2"),
         ({"architectures": ["ApertusForCausalLM"], "hidden_act": "relu2"}, "only xielu"),
         ({"architectures": ["ApertusForCausalLM"], "post_norm": True}, "post_norm = True"),
