@@ -126,7 +126,7 @@ EXPERT_FAMILIES: dict[str, Family] = {
         rope_ignored=("mrope_section",),
         text_types=("glm4v_moe_text",),
         refused={"use_qk_norm": (False,)},
-        defaults={**_GLM4_MOE.defaults, "attention_bias": True},
+        defaults={**_GLM4_MOE.defaults, "attention_bias": True, "head_dim": 128},
     ),
     "SolarOpenForCausalLM": Family(
         qkv_bias="attention_bias",
