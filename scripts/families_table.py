@@ -188,6 +188,13 @@ DRAFTS = (
         on_gpu=("glm4-moe-mtp",),
     ),
     Draft(
+        model="GLM-4.5V",
+        draft="its layer of MTP, if the files have it",
+        special="embedding first; experts; half of each head rotated",
+        equals=(f"{_GLM}::test_the_layer_is_one_of_transformers[glm4v_moe]",),
+        exact=(f"{_FAMILIES}[glm4v-moe-mtp-mtp-cpu]",),
+    ),
+    Draft(
         model="GLM-4.7-Flash",
         draft="its layer of MTP",
         special="embedding first; latent attention, experts",
