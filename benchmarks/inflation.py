@@ -35,7 +35,7 @@ import torch
 from benchmarks.calibration import final_hidden_rows
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, HeadConfig, ModelConfig
-from shared.models.decoder_config import read_config_json
+from shared.models.config_file import read_config_json
 from shared.models.tensor_files import TensorInfo, read_tensor_infos
 
 FILLER_STD = 1 / 64  # a power of two: rounded alike on every device

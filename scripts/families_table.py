@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,11 +22,10 @@ DOCUMENT = ROOT / "docs" / "families.md"
 sys.path.insert(0, str(ROOT))
 
 from shared.models.experts_config import ExpertsFamily, Scoring  # noqa: E402
-from shared.models.families import (  # noqa: E402
-    FAMILIES,
+from shared.models.families import FAMILIES  # noqa: E402
+from shared.models.family import (  # noqa: E402
     NORMS_BEHIND,
     Family,
-    LayerNorms,
     NormRule,
     Window,
 )
@@ -38,14 +37,20 @@ MODELS = {
     "LlamaForCausalLM": "Llama 3, 3.1, 3.2, 3.3 (text)",
     "MistralForCausalLM": "Mistral 7B, Nemo 12B",
     "MinistralForCausalLM": "Ministral 8B",
-    "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2 (its language model)",
+    "Ministral3ForCausalLM": "Ministral 3, Devstral 2 (their language models alone)",
+    "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2, Mistral Small 4, Ministral 3 "
+    "(their language models)",
     "Qwen2ForCausalLM": "Qwen 2, 2.5",
     "Qwen3ForCausalLM": "Qwen 3 (dense)",
     "Qwen3VLForConditionalGeneration": "Qwen 3 VL (its language model)",
+    "Qwen2VLForConditionalGeneration": "Qwen 2 VL (its language model)",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen 2.5 VL (its language model)",
     "MiMoForCausalLM": "MiMo-7B",
     "Phi3ForCausalLM": "Phi-3, Phi-4, Phi-4-mini",
     "GlmForCausalLM": "GLM-4 9B",
     "Glm4ForCausalLM": "GLM-4-0414 9B, 32B",
+    "Glm4vForConditionalGeneration": "GLM-4.1V, GLM-4.6V-Flash (their language models)",
+    "Glm46VForConditionalGeneration": "GLM-4.6V-Flash, where config.json calls it so",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 270M, 1B",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B (its language model)",
@@ -53,6 +58,12 @@ MODELS = {
     "Gemma4ForConditionalGeneration": "Gemma 4 E2B, E4B, 31B, 26B-A4B (their language models)",
     "Gemma4UnifiedForCausalLM": "Gemma 4 12B (its language model alone)",
     "Gemma4UnifiedForConditionalGeneration": "Gemma 4 12B (its language model)",
+    "CohereForCausalLM": "Command R (not R+), Aya Expanse, Aya 23",
+    "Cohere2ForCausalLM": "Command R7B, Command A",
+    "ArceeForCausalLM": "Arcee AFM 4.5B",
+    "ApertusForCausalLM": "Apertus 8B, 70B",
+    "CwmForCausalLM": "CWM",
+    "IQuestCoderForCausalLM": "IQuest-Coder-V1",
     "GraniteForCausalLM": "Granite 3 (dense)",
     "SmolLM3ForCausalLM": "SmolLM3",
     "Olmo2ForCausalLM": "OLMo 2",
@@ -65,6 +76,11 @@ MODELS = {
     "Qwen3MoeForCausalLM": "Qwen3-30B-A3B, 235B-A22B",
     "Qwen3VLMoeForConditionalGeneration": "Qwen 3 VL 30B-A3B, 235B-A22B (its language model)",
     "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7, GLM-4.5-Air",
+    "Glm4vMoeForConditionalGeneration": "GLM-4.5V, GLM-4.6V (their language models)",
+    "SolarOpenForCausalLM": "Solar Open 100B",
+    "ExaoneMoEForCausalLM": "K-EXAONE",
+    "ExaoneMoeForCausalLM": "K-EXAONE, where config.json calls it so",
+    "HunYuanMoEV1ForCausalLM": "Hunyuan-A13B",
     "MiniMaxM2ForCausalLM": "MiniMax-M2, M2.1, M2.5",
     "OlmoeForCausalLM": "OLMoE 7B-A1B",
     "Dots1ForCausalLM": "dots.llm1",
@@ -76,6 +92,9 @@ MODELS = {
     "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite",
     "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, Kimi K2",
     "KimiK2ForCausalLM": "Kimi K2, where config.json calls it so",
+    "KimiK25ForConditionalGeneration": "Kimi K2.5, K2.6 (their language models)",
+    "Kimi_K25ForConditionalGeneration": "Kimi K2.5, K2.6, where config.json calls them so",
+    "Mistral4ForCausalLM": "Mistral Small 4 (its language model alone)",
     "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
 }
 
@@ -169,6 +188,13 @@ DRAFTS = (
         on_gpu=("glm4-moe-mtp",),
     ),
     Draft(
+        model="GLM-4.5V",
+        draft="its layer of MTP, if the files have it",
+        special="embedding first; experts; half of each head rotated",
+        equals=(f"{_GLM}::test_the_layer_is_one_of_transformers[glm4v_moe]",),
+        exact=(f"{_FAMILIES}[glm4v-moe-mtp-mtp-cpu]",),
+    ),
+    Draft(
         model="GLM-4.7-Flash",
         draft="its layer of MTP",
         special="embedding first; latent attention, experts",
@@ -249,8 +275,12 @@ def special_of(family: Family) -> str:
     ]
     if family.has_mtp:
         parts.append("layers of MTP")
-    if family.text_type:
+    if family.text_types:
         parts.append("the vision tower is left out")
+    parts += [
+        f"as {' or '.join(one.text_types)}: {special_of(replace(one, text_types=()))}"
+        for one in family.variants
+    ]
     return "; ".join(parts) or "-"
 
 
@@ -273,6 +303,7 @@ def _attention_of(family: Family) -> list[str]:
         "soft cap of scores": "attn_logit_softcapping" in family.implemented,
         "soft cap of logits": "final_logit_softcapping" in family.implemented,
         "multipliers": "residual_multiplier" in family.implemented,
+        "queries grow with positions": family.has_query_scaling,
         "fused projections": bool(family.fused),
     }  # fmt: skip
     return [name for name, is_so in named.items() if is_so]
@@ -302,6 +333,7 @@ _WINDOWS = {
     Window.NEVER: "",
     Window.IF_SET: "a window, if config.json has one",
     Window.PATTERN: "a window in all but every {period}th layer",
+    Window.PATTERN_FROM_FULL: "a window in all but every {period}th layer",
     Window.IF_USED: "a window in the last layers, if used",
     Window.IF_USED_BY_ALL: "a window, if used",
     Window.IF_USED_EVEN: "a window in every other layer, if used",
@@ -319,10 +351,18 @@ def _norms_of(family: Family) -> list[str]:
     parts = []
     if family.layer_norms == NORMS_BEHIND:
         parts.append("norms behind attention and MLP")
-    elif family.layer_norms != LayerNorms():
+    elif family.layer_norms.after_attention is not None:
         parts.append("norms before and behind attention and MLP")
+    if family.layer_norms.is_parallel:
+        parts.append("attention and MLP in parallel")
     if family.norm_rule is NormRule.OFFSET:
         parts.append("norms by 1 + weight")
+    if family.norm_rule is NormRule.CENTERED:
+        parts.append("LayerNorms without biases")
+    if "logit_scale" in family.implemented:
+        parts.append("scaled logits")
+    if family.ungated is not None:
+        parts.append(f"MLPs without a gate ({family.ungated})")
     if family.activation_field != "hidden_act":
         parts.append("gelu")
     if family.has_scaled_embedding:

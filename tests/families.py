@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -350,6 +351,71 @@ MIMO_V2_FLASH = {
         },
     },
 }
+# Queries grow from position 32 on.
+GROWING = YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
+MINISTRAL3 = {"head_dim": 24, "sliding_window": 20, "rope_parameters": GROWING}
+# Softmax over groups that are judged by two; all layers but the first have experts.
+MISTRAL4 = _LATENT | {
+    "q_lora_rank": 48,
+    "rope_parameters": GROWING,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+}
+ARCEE = {"head_dim": 24, "attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}
+APERTUS = {"head_dim": 24, "attention_bias": True}
+COHERE = {"attention_bias": True, "logit_scale": 0.3, "tie_word_embeddings": True}
+COHERE2 = COHERE | {
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+CWM = {
+    "bos_token_id": 0,
+    "head_dim": 24,
+    "sliding_window": 20,
+    "num_hidden_layers": 4,
+    "mlp_bias": True,
+    "layer_types": [
+        "full_attention",
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+    ],
+}
+IQUESTCODER = {"head_dim": 24, "attention_bias": True, "mlp_bias": True}
+# As published: "dynamic" is a base that alpha stretches.
+HUNYUAN_V1_MOE = {
+    "num_experts": 6,
+    "moe_topk": 3,
+    "intermediate_size": 40,
+    "head_dim": 24,
+    "attention_bias": True,
+    "rope_parameters": HUNYUAN["rope_parameters"],
+}
+# The second layer is dense, the last one has no window and is not rotated.
+EXAONE_MOE = {
+    "head_dim": 24,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "mlp_layer_types": ["sparse", "dense", "sparse"],
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "num_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+}
+SOLAR_OPEN = {
+    "head_dim": 24,
+    "attention_bias": True,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": YARN,
+}
 GLM4_MOE = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -362,6 +428,7 @@ GLM4_MOE = {
     "attention_bias": True,
     "use_qk_norm": True,
 }
+GLM4V_MOE = {name: value for name, value in GLM4_MOE.items() if name != "use_qk_norm"}
 _SIZES = {
     "vocab_size": TINY.vocab_size,
     "hidden_size": 64,
@@ -387,8 +454,11 @@ def write(directory: Path, model_type: str, *, seed: int = 0, **fields: Any) -> 
     """
     import transformers
 
-    config = transformers.AutoConfig.for_model(model_type, **(_SIZES | fields))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    config = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(_SIZES | fields))
+    if model_type == "mistral4":  # which AutoModelForCausalLM does not know
+        model = transformers.Mistral4ForCausalLM(config)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fill(model, seed)
     model.save_pretrained(directory)
     return write_tokenizer(directory)
@@ -601,12 +671,19 @@ def kv_sharing() -> Iterator[None]:
 _GLOBAL_HEADS = ("global_head_dim", "num_global_key_value_heads")
 
 
-def write_mistral3(directory: Path) -> Path:
-    """Write a Mistral with a vision tower; head_dim is not hidden_size / heads."""
+_MISTRAL = {"model_type": "mistral", "head_dim": 24, "sliding_window": None}
+
+
+def write_mistral3(directory: Path, text: dict[str, Any] = _MISTRAL) -> Path:
+    """Write a Mistral with a vision tower; head_dim is not hidden_size / heads.
+
+    Args:
+        text: Fields of the language model, beside the sizes.
+    """
     import transformers
 
     config = transformers.Mistral3Config(
-        text_config=_SIZES | {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
+        text_config=copy.deepcopy(_SIZES | text),  # which it writes into
         vision_config={"model_type": "pixtral", "head_dim": 8, **_VISION},
         tie_word_embeddings=False,
     )
@@ -614,6 +691,120 @@ def write_mistral3(directory: Path) -> Path:
     fill(model, seed=0)
     model.save_pretrained(directory)
     return write_tokenizer(directory)
+
+
+def write_kimi_k25(directory: Path, *, is_published: bool = False) -> Path:
+    """Write a Kimi K2.5.
+
+    Args:
+        is_published: Its config.json has the names of published files.
+    """
+    import transformers
+
+    text = _SIZES | KIMI_K2 | {"model_type": "deepseek_v3"}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "pos_emb_height": 4, "pos_emb_width": 4}
+    config = transformers.Kimi_K25Config(
+        text_config=text,
+        vision_config=vision,
+        projection_hidden_size=16,
+        tie_word_embeddings=False,
+    )
+    model = transformers.Kimi_K25ForConditionalGeneration(config)
+    fill(model, seed=0)
+    model.save_pretrained(directory)
+
+    def publish(fields: dict[str, Any]) -> None:
+        if is_published:
+            fields["architectures"] = ["KimiK25ForConditionalGeneration"]
+            fields["text_config"]["model_type"] = "kimi_k2"
+
+    def rename(tensors: Tensors) -> None:  # transformers 5.23 calls layers blocks, and reads both
+        for name in [name for name in tensors if name.startswith("language_model.model.blocks.")]:
+            tensors[name.replace("blocks", "layers", 1)] = tensors.pop(name)
+
+    return write_tokenizer(edit_checkpoint(directory, config=publish, tensors=rename))
+
+
+def write_qwen2_vl(directory: Path, *, name: str = "Qwen2_5_VL", is_flat: bool = False) -> Path:
+    """Write a Qwen 2 VL or 2.5 VL, whose last layer has a window.
+
+    Args:
+        is_flat: The fields of its language model are beside the others, as published.
+    """
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": 20000.0, "mrope_section": [2, 3, 3]}
+    text = {"rope_parameters": rope, "use_sliding_window": True, "sliding_window": 20}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    if name == "Qwen2_5_VL":
+        vision |= {"out_hidden_size": _SIZES["hidden_size"], "fullatt_block_indexes": [0]}
+    else:
+        vision = {"depth": 1, "embed_dim": 16, "hidden_size": _SIZES["hidden_size"], "num_heads": 2}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=_SIZES | text | {"max_window_layers": 2, "tie_word_embeddings": True},
+        vision_config=vision,
+        tie_word_embeddings=True,
+    )
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    fill(model, seed=0)
+    model.save_pretrained(directory)
+
+    def flatten(fields: dict[str, Any]) -> None:
+        text = fields.pop("text_config")
+        rope = text.pop("rope_parameters") | {"type": "mrope"}
+        del text["model_type"], text["layer_types"], rope["rope_type"]
+        fields.update(text | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope})
+
+    return write_tokenizer(edit_checkpoint(directory, config=flatten) if is_flat else directory)
+
+
+def write_glm4v(directory: Path, *, name: str = "Glm4v", **fields: Any) -> Path:
+    """Write a GLM-4.1V or a GLM-4.5V, of whose heads a part is rotated.
+
+    Args:
+        fields: Of the language model, beside the sizes; with experts, if they say how many.
+    """
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": 20000.0, "mrope_section": [1, 1, 2]}
+    text = {"rope_parameters": rope | {"partial_rotary_factor": 0.5}}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": _SIZES["hidden_size"], "image_size": 28}
+    kind = "glm4v_moe" if "n_routed_experts" in fields else "glm4v"
+    config = getattr(transformers, f"{name}Config")(
+        text_config=_SIZES | text | {"model_type": f"{kind}_text"} | fields,
+        vision_config=vision | {"model_type": f"{kind}_vision"},
+        tie_word_embeddings=False,
+    )
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    fill(model, seed=0)
+    model.save_pretrained(directory)
+    return write_tokenizer(directory)
+
+
+def write_iquestcoder(directory: Path) -> Path:
+    """Write an IQuest-Coder; to transformers it is a Llama, and its checkpoints say so."""
+    write(directory, "iquestcoder", **IQUESTCODER)
+    published = {"architectures": ["IQuestCoderForCausalLM"], "model_type": "iquestcoder"}
+    return edit_checkpoint(directory, config=lambda config: config.update(published))
+
+
+def write_exaone_moe(directory: Path) -> Path:
+    """Write a K-EXAONE, with a tensor of a layer of multi-token prediction, as published."""
+    write(directory, "exaone_moe", **EXAONE_MOE)
+    return edit_checkpoint(
+        directory,
+        config=lambda config: config.update({"architectures": ["ExaoneMoEForCausalLM"]}),
+        tensors=lambda tensors: tensors.update({"mtp.norm.weight": torch.ones(64)}),
+    )
+
+
+def write_hunyuan_moe(directory: Path) -> Path:
+    """Write a Hunyuan with experts, whose config.json has lists for all layers, as published."""
+    write(directory, "hunyuan_v1_moe", **HUNYUAN_V1_MOE)
+    lists = {"moe_topk": [3] * 3, "moe_intermediate_size": [40] * 3, "num_shared_expert": [1] * 3}
+    return edit_checkpoint(directory, config=lambda config: config.update(lists))
 
 
 def write_qwen3_vl(directory: Path, **fields: Any) -> Path:
@@ -716,6 +907,27 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "hunyuan": lambda d: write(d, "hunyuan_v1_dense", **HUNYUAN),
     "ernie4-5": lambda d: write(d, "ernie4_5", **ERNIE4_5),
     "ernie4-5-moe": lambda d: write(d, "ernie4_5_moe", **ERNIE4_5_MOE),
+    "ministral3": lambda d: write(d, "ministral3", **MINISTRAL3),
+    "mistral3-ministral3": lambda d: write_mistral3(d, MINISTRAL3 | {"model_type": "ministral3"}),
+    "mistral3-mistral4": lambda d: write_mistral3(d, MISTRAL4 | {"model_type": "mistral4"}),
+    "mistral4": lambda d: write(d, "mistral4", **MISTRAL4),
+    "kimi-k2.5": lambda d: write_kimi_k25(d, is_published=True),
+    "kimi-k2.5-transformers": write_kimi_k25,
+    "qwen2-vl": lambda d: write_qwen2_vl(d, name="Qwen2VL"),
+    "qwen2.5-vl": lambda d: write_qwen2_vl(d, is_flat=True),
+    "cohere": lambda d: write(d, "cohere", **COHERE),
+    "cohere2": lambda d: write(d, "cohere2", **COHERE2),
+    "arcee": lambda d: write(d, "arcee", **ARCEE, seed=3),
+    "apertus": lambda d: write(d, "apertus", **APERTUS, seed=1),
+    "cwm": lambda d: write(d, "cwm", **CWM),
+    "iquestcoder": write_iquestcoder,
+    "hunyuan-moe": write_hunyuan_moe,
+    "exaone-moe": write_exaone_moe,
+    "exaone-moe-transformers": lambda d: write(d, "exaone_moe", **EXAONE_MOE),
+    "solar-open": lambda d: write(d, "solar_open", **SOLAR_OPEN),
+    "glm4v": write_glm4v,
+    "glm4v-46": lambda d: write_glm4v(d, name="Glm46V"),
+    "glm4v-moe": lambda d: write_glm4v(d, name="Glm4vMoe", **GLM4V_MOE),
     "qwen3-vl": lambda d: write_qwen3_vl(d, **QWEN3_VL),
     "qwen3-vl-moe": lambda d: write_qwen3_vl(d, **QWEN3_VL_MOE),
 }

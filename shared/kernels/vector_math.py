@@ -6,6 +6,11 @@ from functools import cache
 
 import torch
 
+_FUNCTIONS = (
+    *(torch.exp, torch.expm1, torch.log, torch.log1p),
+    *(torch.cos, torch.sin, torch.sqrt, torch.rsqrt),
+)
+
 
 @cache
 def settle_vector_math() -> None:
@@ -17,6 +22,6 @@ def settle_vector_math() -> None:
     """
     for dtype in (torch.float32, torch.float64):
         x = torch.full((64,), 0.5, dtype=dtype)
-        for function in (torch.exp, torch.log, torch.cos, torch.sin, torch.sqrt, torch.rsqrt):
+        for function in _FUNCTIONS:
             function(x)
         torch.log_softmax(x, dim=0)

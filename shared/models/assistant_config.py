@@ -10,7 +10,8 @@ from typing import Any
 from shared.errors import CheckpointError
 from shared.kv.layout import KVLayout
 from shared.models.config_fields import refuse_fields, require_int
-from shared.models.decoder_config import ModelConfig, parse_model_config, read_config_json
+from shared.models.config_file import read_config_json
+from shared.models.decoder_config import ModelConfig, parse_model_config
 from shared.models.families import FAMILIES
 
 ASSISTANT_ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")

@@ -24,7 +24,7 @@ from shared.kernels.tree_attention import (
 from shared.messages import MAX_TREE_NODES
 from shared.models.checkpoint import CheckpointReader
 from shared.models.config import ModelConfig
-from shared.models.families import NormRule
+from shared.models.family import NormRule
 from shared.models.kv_scales import load_kv_scales
 from shared.models.projections import (
     Product,
@@ -35,7 +35,7 @@ from shared.models.projections import (
     pair_rows,
     pair_weight_rows,
 )
-from shared.models.rope import paired_rows, rope_cos_sin
+from shared.models.rope import paired_rows, query_scales, rope_cos_sin
 
 LayerCaches = tuple[torch.Tensor, ...]
 
@@ -76,6 +76,7 @@ class Rows:
             None: nobody asks.
         per_layer_inputs: [T, layers, w], what each layer reads beside the residual stream; None:
             nothing.
+        query_scale: [T, 1], what queries are multiplied by; None: by nothing.
     """
 
     cos: torch.Tensor
@@ -84,6 +85,7 @@ class Rows:
     slot_mapping: torch.Tensor
     expert_ids: torch.Tensor | None = None
     per_layer_inputs: torch.Tensor | None = None
+    query_scale: torch.Tensor | None = None
 
     def unrotated(self) -> Rows:
         """Return the same rows for a layer without a rotary embedding."""
@@ -102,6 +104,7 @@ class RopeTable:
             config, context_len + MAX_TREE_NODES, device, context_len=context_len
         )
         self._angles = torch.cat([cos, sin], dim=1)  # [P, d]
+        self._query_scales = query_scales(config.rope, len(cos), device)
         self._config = config
 
     def rows(self, inputs: ForwardInput, dtype: torch.dtype) -> Rows:
@@ -116,7 +119,14 @@ class RopeTable:
             sin=sin,
             attention=prepare_attention(self._config, inputs.attention, dtype),
             slot_mapping=inputs.slot_mapping,
+            query_scale=self.query_scale(inputs.position_ids, dtype),
         )
+
+    def query_scale(self, position_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return what queries at [T] i64 positions are multiplied by, [T, 1]; None: by nothing."""
+        if self._query_scales is None:
+            return None
+        return embed(position_ids, self._query_scales).to(dtype)
 
     def angles(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of rows at [T] i64 positions, [T, d / 2] f32 each."""
@@ -246,6 +256,8 @@ class Attention:
         )
         if self._late_norm is not None:
             q = (q * self._late_norm).to(dtype)
+        if rows.query_scale is not None:
+            q = q * rows.query_scale[:, None]
         out = tree_attention(
             q, k_cache, v_cache, rows.attention, self._params, products=self._products
         )

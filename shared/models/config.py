@@ -11,12 +11,8 @@ from shared.errors import CheckpointError, ConfigError
 from shared.messages import MAX_NUM_STEPS, FeatureSpec
 from shared.models.assistant_config import ASSISTANT_ARCHITECTURES, AssistantConfig
 from shared.models.checkpoint_names import DEMO, resolve_model, tokenizer_hash
-from shared.models.decoder_config import (
-    ModelConfig,
-    architecture_of,
-    read_config_json,
-    refuse_architecture,
-)
+from shared.models.config_file import architecture_of, read_config_json, refuse_architecture
+from shared.models.decoder_config import ModelConfig
 from shared.models.digest import model_hash
 from shared.models.families import FAMILIES
 from shared.models.head_config import (

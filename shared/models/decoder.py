@@ -93,6 +93,7 @@ class DecoderLayer:
         hidden, model = config.hidden_size, config
         config = model.at_layer(layer_id)
         self._eps = config.rms_norm_eps
+        self._is_centered = config.norm_rule.is_centered
 
         def norm(name: str | None) -> torch.Tensor | None:
             if name is None:
@@ -106,6 +107,7 @@ class DecoderLayer:
         self._mlp_norm = norm(norms.after_mlp)
         self._attention = _load_attention(reader, prefix, model, layer_id)
         self._feed_forward = load_feed_forward(reader, prefix, config, layer_id)
+        self._is_parallel = norms.is_parallel
         self._per_layer, self._layer_id = None, layer_id
         if config.per_layer is not None:
             self._per_layer = PerLayerGate(reader, prefix, config, config.per_layer.width)
@@ -123,6 +125,8 @@ class DecoderLayer:
         Returns: (residual stream [T, h], input of the attention [T, h]).
         """
         to_fp8 = self._attention.reads_fp8_rows
+        if self._is_parallel:
+            to_fp8 = to_fp8 or self._feed_forward.reads_fp8_rows
         return self._add(x, pending, self._input_norm, to_fp8=to_fp8)
 
     def forward(
@@ -138,6 +142,9 @@ class DecoderLayer:
         Mutates: rows of `caches` named by the slot mapping.
         """
         note_progress()
+        if self._is_parallel:
+            x = add(x, self._attention.forward(normed, rows, caches))
+            return x, self._feed_forward.forward(normed, rows, x)
         product = self._normed(self._attention.forward(normed, rows, caches), self._attention_norm)
         to_fp8 = self._feed_forward.reads_fp8_rows
         x, normed = self._add(x, product, self._mlp_input_norm, to_fp8=to_fp8)
@@ -162,9 +169,9 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor, ProductRows]:
         """Add what is pending, and norm; without a norm return the sum twice."""
         if to_fp8:
-            return add_and_norm_fp8(x, pending, norm, self._eps)
+            return add_and_norm_fp8(x, pending, norm, self._eps, is_centered=self._is_centered)
         if norm is not None:
-            return add_and_norm(x, pending, norm, self._eps)
+            return add_and_norm(x, pending, norm, self._eps, is_centered=self._is_centered)
         x = add(x, pending)
         return x, x
 

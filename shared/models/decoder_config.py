@@ -6,7 +6,6 @@ only describe (use_cache, initializer_range, ...) are not looked at.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,58 +13,36 @@ from typing import Any
 
 from shared.errors import CheckpointError
 from shared.kv.layout import CacheShape, KVLayout
-from shared.models.config_fields import refuse_fields, require_int, require_positive
-from shared.models.experts_config import ExpertsConfig, parse_experts
-from shared.models.families import (
-    FAMILIES,
-    TARGET_ARCHITECTURES,
-    Family,
-    LayerNorms,
-    NormRule,
+from shared.models.config_fields import require_int, require_positive
+from shared.models.config_file import (
+    architecture_of,
+    read_config_json,
+    read_eos_token_ids,
+    refuse_architecture,
 )
+from shared.models.experts_config import ExpertsConfig, parse_experts
+from shared.models.families import FAMILIES, TARGET_ARCHITECTURES
+from shared.models.family import Family, LayerNorms, NormRule, Ungated
 from shared.models.family_fields import has_gelu, parse_multipliers, parse_ropes
+from shared.models.language_fields import language_fields, variant_of
 from shared.models.latent_config import LatentConfig, parse_latent
 from shared.models.layer_heads import LayerHeads, parse_layer_heads
 from shared.models.per_layer_config import PerLayerConfig, parse_per_layer
 from shared.models.quantization import parse_quantization
-from shared.models.refused_families import REFUSED, REFUSED_FIELDS
 from shared.models.rope_config import RopeConfig
 from shared.models.shared_kv import with_shared_kv
 from shared.models.window_config import parse_windows
-from shared.models.window_heads import with_usual_names, with_window_heads
+from shared.models.window_heads import with_window_heads
 
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_POSITIONS = 1 << 22
 """Longest context that a checkpoint may claim: tables of the rotary embedding have a row for each
 position."""
 
-# Field -> the values, besides None, that leave the computation as it is implemented.
-_UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "compression_config": (),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-    "n_routed_experts": (0,),
-    "kv_lora_rank": (0,),
-    "attention_sinks": (False,),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "logit_scale": (1.0,),
-    "logits_scaling": (1.0,),
-    "embedding_multiplier": (1.0,),
-    "residual_multiplier": (1.0,),
-    "attention_multiplier": (),
-    "attention_value_scale": (1.0,),
-    "partial_rotary_factor": (1.0,),
-    "no_rope_layers": ((), []),
-    "clip_qkv": (),
-    "alibi": (False,),
-    "is_causal": (True,),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder as config.json describes it; families.py says what differs between architectures.
+    """A decoder as config.json describes it; family.py says what differs between architectures.
 
     Args:
         num_heads, num_kv_heads: Query heads, K/V heads.
@@ -85,6 +62,7 @@ class ModelConfig:
         has_scaled_embedding: Embeddings are multiplied by sqrt(hidden_size), rounded to the model's
             dtype.
         has_gelu: Gates of MLPs and experts pass gelu, approximated by tanh, not silu.
+        ungated: The activation of MLPs without a gate; None: they have one.
         attention_softcap, logits_softcap: Soft limits of scores and logits, see `tree_attention`;
             0: there is none.
         local_rope: Rotary embedding of the layers with a window; None: `rope`.
@@ -155,6 +133,7 @@ class ModelConfig:
     logits_scaling: float = 1.0
     has_scaled_embedding: bool = False
     has_gelu: bool = False
+    ungated: Ungated | None = None
     attention_softcap: float = 0.0
     logits_softcap: float = 0.0
     local_rope: RopeConfig | None = None
@@ -259,55 +238,6 @@ class ModelConfig:
         return replace(config, eos_token_ids=read_eos_token_ids(directory, config.vocab_size))
 
 
-def read_config_json(directory: Path) -> dict[str, Any]:
-    """Return the fields of a checkpoint's config.json.
-
-    Raises: CheckpointError when there is none, or it is not a JSON object.
-    """
-    return _read_json(directory / "config.json")
-
-
-def refuse_architecture(architecture: str, source: str) -> None:
-    """Raise for an architecture that is known, and that nothing here computes.
-
-    Raises: CheckpointError naming what it has.
-    """
-    if architecture in REFUSED:
-        raise CheckpointError(
-            f"{source}: architecture {architecture!r} is not supported: it has "
-            f"{REFUSED[architecture]}; docs/families.md lists what is"
-        )
-
-
-def architecture_of(fields: Mapping[str, Any], source: str) -> str:
-    """Return the one architecture that a config.json names."""
-    names = fields.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise CheckpointError(f"{source}: architectures must name one class, got {names!r}")
-    return names[0]
-
-
-def read_eos_token_ids(directory: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end a text; generation_config.json goes before config.json.
-
-    Raises: CheckpointError naming the file, when one of them is no id of the vocabulary.
-    """
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        fields = _read_json(path) if path.exists() else {}
-        text = fields.get("text_config") or {}
-        value = fields.get("eos_token_id", text.get("eos_token_id"))
-        if value is not None:
-            ids = value if isinstance(value, list) else [value]
-            if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
-                raise CheckpointError(
-                    f"{path}: eos_token_id must be an id, or a list of ids, from 0 to "
-                    f"{vocab_size - 1}, the last one of the vocabulary; got {value!r}"
-                )
-            return tuple(ids)
-    return ()
-
-
 def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str) -> ModelConfig:
     """Turn the fields of a config.json into a ModelConfig, without the ids that end a text.
 
@@ -316,8 +246,8 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         architecture: One of TARGET_ARCHITECTURES; a draft head passes the one it resembles.
     Raises: CheckpointError naming the field.
     """
-    family = FAMILIES[architecture]
-    fields = _fields_of(fields, source, family)
+    family = variant_of(FAMILIES[architecture], fields)
+    fields = language_fields(fields, source, family)
     latent = parse_latent(fields, source) if family.has_latent_attention else None
     num_heads, num_kv_heads, head_dim = _parse_heads(fields, source, family, latent)
     num_layers = require_int(fields, "num_hidden_layers", source)
@@ -354,6 +284,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         has_mlp_bias=_is_set(fields, family.mlp_bias),
         has_scaled_embedding=family.has_scaled_embedding,
         has_gelu=is_gelu,
+        ungated=family.ungated,
         has_qk_norm=_is_set(fields, family.has_qk_norm),
         has_wide_qk_norm=family.has_wide_qk_norm,
         has_late_qk_norm=family.has_late_qk_norm,
@@ -371,7 +302,7 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
         is_tied=bool(fields.get("tie_word_embeddings", False)),
         dtype=_parse_dtype(fields, source),
         unrotated_layers=unrotated,
-        has_vision=bool(family.text_type),
+        has_vision=bool(family.text_types),
         num_mtp_layers=int(fields.get("num_nextn_predict_layers") or 0) if family.has_mtp else 0,
         latent=latent,
         experts=experts,
@@ -386,39 +317,6 @@ def parse_model_config(fields: Mapping[str, Any], source: str, architecture: str
     if not family.has_window_heads:
         return config
     return with_window_heads(config, fields, source, windows, heads)
-
-
-def _fields_of(fields: Mapping[str, Any], source: str, family: Family) -> dict[str, Any]:
-    """Return the fields of a family's language model by the names that all families have, absent
-    ones by their defaults.
-
-    Raises: CheckpointError naming a field that asks for what is not implemented.
-    """
-    if family.text_type:
-        fields = _language_fields(fields, source, family)
-    if family.has_window_heads:
-        fields = with_usual_names(fields, source, family.window_period)
-    computed = family.computed_fields
-    refused = {k: v for k, v in _UNSUPPORTED_FIELDS.items() if k not in computed}
-    refuse_fields(
-        {**family.defaults, **fields}, source, {**refused, **family.refused}, REFUSED_FIELDS
-    )
-    renamed = {name: fields[other] for name, other in family.other_names.items() if other in fields}
-    return {**family.defaults, **renamed, **fields}
-
-
-def _language_fields(fields: Mapping[str, Any], source: str, family: Family) -> dict[str, Any]:
-    """Return the fields of the language model in the config.json of one that sees, too."""
-    text = fields.get("text_config")
-    kind = family.text_type
-    if not isinstance(text, Mapping) or text.get("model_type", kind) != kind:
-        raise CheckpointError(
-            f"{source}: text_config must be an object of model_type {kind!r}, got {text!r}"
-        )
-    is_tied = fields.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-    said = {name: value for name, value in text.items() if value is not None or name not in fields}
-    tying = {} if is_tied is None else {"tie_word_embeddings": is_tied}
-    return {**fields, **said, **tying}
 
 
 def _parse_layers(
@@ -504,17 +402,3 @@ def _parse_dtype(fields: Mapping[str, Any], source: str) -> str:
     if name not in DTYPES:
         raise CheckpointError(f"{source}: dtype {name!r} is none of {', '.join(DTYPES)}")
     return name
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} does not exist; expected a Hugging Face checkpoint directory"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return fields

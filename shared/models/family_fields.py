@@ -9,7 +9,7 @@ from typing import Any
 
 from shared.errors import CheckpointError
 from shared.models.config_fields import require_positive
-from shared.models.families import MULTIPLIERS, Family
+from shared.models.family import MULTIPLIERS, Family
 from shared.models.rope_config import (
     RopeConfig,
     local_rope_fields,
@@ -31,9 +31,11 @@ def has_gelu(fields: Mapping[str, Any], source: str, family: Family) -> bool:
 
     Raises: CheckpointError naming the field.
     """
-    name = fields.get(family.activation_field) or "silu"
+    name = fields.get(family.activation_field) or family.ungated or "silu"
     is_clamped = family.experts is not None and family.experts.is_clamped
-    allowed = ("silu", "swish") if is_clamped else ("silu", "swish", _GELU)
+    allowed: tuple[str, ...] = ("silu", "swish") if is_clamped else ("silu", "swish", _GELU)
+    if family.ungated:
+        allowed = (family.ungated,)
     if name not in allowed:
         raise CheckpointError(
             f"{source}: {family.activation_field} = {name!r} is not supported, only "
@@ -52,6 +54,9 @@ def parse_multipliers(fields: Mapping[str, Any], source: str, family: Family) ->
         for field, name in _MULTIPLIERS.items()
         if field in family.implemented and fields.get(field) is not None
     }
+    if "logit_scale" in family.implemented and fields.get("logit_scale") is not None:
+        scale = require_positive(fields["logit_scale"], f"{source}: logit_scale")
+        found["logits_scaling"] = 1 / scale
     if family.has_query_scalar:
         scalar = fields.get("query_pre_attn_scalar", 256)
         scalar = require_positive(scalar, f"{source}: query_pre_attn_scalar")
@@ -82,7 +87,8 @@ def parse_ropes(
         default_share=family.rotary_share,
         is_interleaved=family.is_interleaved,
         aliases=family.rope_aliases,
-        ignored=family.rope_of_images,
+        ignored=family.rope_ignored,
+        has_query_scaling=family.has_query_scaling,
     )
     if family.has_rope_alpha:
         fields = _stretched_by_alpha(fields, source, head_dim)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
+from torch.nn import functional
 
-from shared.kernels.fp8_rows import ProductRows, wants_fp8_rows
+from shared.kernels.activations import squared_relu, xielu
+from shared.kernels.fp8_rows import ProductRows, rows_of, wants_fp8_rows
+from shared.kernels.linear import linear
 from shared.kernels.linear_swiglu import linear_swiglu
 from shared.kernels.rms_norm import rms_norm, rms_norm_fp8
 from shared.kernels.swiglu import Activation
@@ -18,6 +22,7 @@ from shared.models.config import ModelConfig
 from shared.models.expert_weights import expert_stacks
 from shared.models.experts import Experts
 from shared.models.experts_config import ExpertsConfig
+from shared.models.family import Ungated
 from shared.models.projections import (
     Product,
     add,
@@ -59,7 +64,8 @@ def load_feed_forward(
     """
     experts = _experts_of(config, layer_id)
     if experts is None:
-        return MLP(reader, f"{prefix}.mlp", config)
+        own_class = MLP if config.ungated is None else UngatedMLP
+        return own_class(reader, f"{prefix}.mlp", config)
     own = Experts(reader, prefix, experts, config.hidden_size, experts.index_of(layer_id))
     return ExpertsBesideMLP(reader, prefix, config, own) if experts.is_beside_mlp else own
 
@@ -120,6 +126,58 @@ class MLP:
         """
         inner = linear_swiglu(x, self._gate_up, self._gate_up_bias, self._activation)
         return multiply(inner, self._down, self._down_bias, self._residual_multiplier)
+
+
+class UngatedMLP:
+    """MLP without a gate.
+
+    Args:
+        prefix: Name of the module in the checkpoint, "model.layers.0.mlp".
+    """
+
+    def __init__(self, reader: CheckpointReader, prefix: str, config: ModelConfig) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self._residual_multiplier = config.residual_multiplier
+        self._up = reader.load_projection(f"{prefix}.up_proj.weight", (inner, hidden))
+        self._down = reader.load_projection(f"{prefix}.down_proj.weight", (hidden, inner))
+        self.reads_fp8_rows = wants_fp8_rows(self._up)
+        self._up_bias = self._down_bias = None
+        if config.has_mlp_bias:
+            self._up_bias = reader.load(f"{prefix}.up_proj.bias", (inner,))
+            self._down_bias = reader.load(f"{prefix}.down_proj.bias", (hidden,))
+            self._down_bias *= config.residual_multiplier
+        self._activate: Callable[[torch.Tensor], torch.Tensor] = squared_relu
+        if config.ungated is Ungated.XIELU:
+            self._activate = _load_xielu(reader, f"{prefix}.act_fn")
+
+    def forward(
+        self,
+        x: ProductRows,
+        rows: Rows | None = None,  # noqa: ARG002
+        stream: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> Product:
+        """Return what to add to the residual stream; padding is computed like any row.
+
+        Args:
+            x: [T, h].
+        """
+        wide = linear(x, self._up, self._up_bias, out_dtype=torch.float32)
+        inner = self._activate(wide).to(rows_of(x).dtype)
+        return multiply(inner, self._down, self._down_bias, self._residual_multiplier)
+
+
+def _load_xielu(reader: CheckpointReader, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Load the four numbers of a layer's activation; two are kept as what softplus is taken of."""
+
+    def number(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return reader.load(f"{prefix}.{name}", shape, dtype=torch.float32)
+
+    beta, eps = number("beta", ()), number("eps", ())
+    of_square = functional.softplus(number("alpha_p", (1,)))
+    of_exponential = beta + functional.softplus(number("alpha_n", (1,)))
+    return partial(
+        xielu, of_square=of_square, of_exponential=of_exponential, of_value=beta, largest=eps
+    )
 
 
 class ExpertsBesideMLP:

@@ -15,12 +15,8 @@ from typing import Any
 
 from shared.errors import CheckpointError
 from shared.models.config_fields import refuse_fields, require_int
-from shared.models.decoder_config import (
-    ModelConfig,
-    architecture_of,
-    parse_model_config,
-    read_config_json,
-)
+from shared.models.config_file import architecture_of, read_config_json
+from shared.models.decoder_config import ModelConfig, parse_model_config
 
 
 class DraftKind(enum.StrEnum):

@@ -10,6 +10,7 @@ from typing import Any
 
 from shared.errors import CheckpointError
 from shared.models.config_fields import compressed_groups, require_one_of
+from shared.models.config_file import read_config_json
 from shared.models.kv_scales import check_kv_scheme
 
 GROUP_SIZES = (32, 64, 128)
@@ -115,8 +116,6 @@ def read_int4_config(directory: Path) -> Int4Config | None:
 
     Raises: CheckpointError naming what is not supported.
     """
-    from shared.models.decoder_config import read_config_json
-
     fields = read_config_json(directory)
     text = fields.get("text_config")
     if "quantization_config" not in fields and isinstance(text, Mapping):

@@ -90,6 +90,8 @@ class LatentAttention:
             norm = rms_norm_fp8 if wants_fp8_rows(self._q) else rms_norm
             x = norm(linear(x, self._q_a), self._q_a_norm, _EPS)
         q = linear(x, self._q).unflatten(1, (num_heads, widths.qk_head_dim))
+        if rows.query_scale is not None:
+            q = q * rows.query_scale[:, None]
         query = latent_store(
             addends,
             self._kv_a_norm,

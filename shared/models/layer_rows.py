@@ -103,7 +103,13 @@ class LayerRows:
                 narrowed = attention if is_same else replace(attention, window=window)
                 seen[sight] = prepare_attention(self._configs[view], narrowed, dtype)
             cos, sin = angles[view.table]
-            turned = Rows(cos=cos, sin=sin, attention=seen[sight], slot_mapping=inputs.slot_mapping)
+            turned = Rows(
+                cos=cos,
+                sin=sin,
+                attention=seen[sight],
+                slot_mapping=inputs.slot_mapping,
+                query_scale=self._tables[view.table].query_scale(inputs.position_ids, dtype),
+            )
             rows.append(turned.unrotated() if view.rope is _Rope.NONE else turned)
         return [rows[view] for view in self._view_of_layer]
 

@@ -24,17 +24,18 @@ from shared.models.projections import Product, add_and_norm, load_norm
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 # In some checkpoints, and never needed: the tables that rope.py computes, and the layers of
-# multi-token prediction, which belong to the draft; of ERNIE's there is none.
+# multi-token prediction, which belong to the draft; of ERNIE's and K-EXAONE's there is none.
 _KNOWN_EXTRAS = (
     "model.layers.*.self_attn.rotary_emb.inv_freq",
     "model.rotary_emb.inv_freq",
+    "mtp.*",
     *(f"model.mtp_{name}.*" for name in ("block", "emb_norm", "hidden_norm", "linear_proj")),
 )
 _VISION_EXTRAS = tuple(
     f"{prefix}{name}.*"
     for prefix in ("", "model.")
     for name in (
-        *("vision_tower", "multi_modal_projector", "visual"),
+        *("vision_tower", "multi_modal_projector", "mm_projector", "visual"),
         *("embed_vision", "audio_tower", "embed_audio", "vision_embedder"),
     )
 )
@@ -155,7 +156,8 @@ class CausalLM:
                 captured[layer_id - 1] = x
             caches = inputs.kv.layers[self._cache_of_layer[layer_id]]
             x, pending = layer.forward(x, normed, rows[layer_id], caches)
-        x, hidden = add_and_norm(x, pending, self._norm, self.config.rms_norm_eps)
+        eps, is_centered = self.config.rms_norm_eps, self.config.norm_rule.is_centered
+        x, hidden = add_and_norm(x, pending, self._norm, eps, is_centered=is_centered)
         captured[len(self._layers) - 1] = x
         return ForwardOutput(
             hidden=hidden,

@@ -31,7 +31,7 @@ from shared.models.checkpoint import CheckpointReader
 from shared.models.config import DraftKind, ModelConfig
 from shared.models.decoder import DecoderLayer, announce_layers
 from shared.models.head import Head
-from shared.models.llama import load_embedding, load_head
+from shared.models.llama import load_embedding, load_head, open_language_model
 from shared.models.mtp_rows import RowBlocks
 from shared.models.projections import add_and_norm
 
@@ -210,9 +210,7 @@ class MTPDraft(Head):
         Raises: CheckpointError naming what is missing, left over or mis-shaped.
         """
         config = ModelConfig.from_checkpoint(directory)
-        with CheckpointReader(
-            directory, device=device, dtype=dtype, quantization=quantization
-        ) as reader:
+        with open_language_model(directory, device, dtype, quantization) as reader:
             return cls(reader, config, feature_spec, context_len=context_len)
 
     def extend(

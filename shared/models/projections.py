@@ -14,7 +14,7 @@ from shared.kernels.products_cpu import Weight
 from shared.kernels.quantized import GpuWeight, stack_rows
 from shared.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
 from shared.models.checkpoint import CheckpointReader
-from shared.models.families import NormRule
+from shared.models.family import NormRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +44,34 @@ def add(x: torch.Tensor, pending: Product | None) -> torch.Tensor:
 
 
 def add_and_norm(
-    x: torch.Tensor, pending: Product | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    pending: Product | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    is_centered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add what is pending to the residual stream, and norm the sum.
 
+    Args:
+        is_centered: See `rms_norm`.
     Returns: (residual stream [T, h], normalised [T, h]).
     """
     if pending is None:
-        return x, rms_norm(x, weight, eps)
+        return x, rms_norm(x, weight, eps, is_centered=is_centered)
     assert pending.norm is None or pending.eps == eps
-    return add_rms_norm(x, pending.addends, pending.bias, weight, eps, pending.norm)
+    return add_rms_norm(
+        x, pending.addends, pending.bias, weight, eps, pending.norm, is_centered=is_centered
+    )
 
 
 def add_and_norm_fp8(
-    x: torch.Tensor, pending: Product | None, weight: torch.Tensor | None, eps: float
+    x: torch.Tensor,
+    pending: Product | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    is_centered: bool = False,
 ) -> tuple[torch.Tensor, Fp8Rows]:
     """Do what `add_and_norm` does, for products with weights that want rows in FP8.
 
@@ -66,9 +80,13 @@ def add_and_norm_fp8(
         weight: None: the sum is not normed.
     """
     if pending is None:
-        return x, quantize_rows(x) if weight is None else rms_norm_fp8(x, weight, eps)
+        if weight is None:
+            return x, quantize_rows(x)
+        return x, rms_norm_fp8(x, weight, eps, is_centered=is_centered)
     assert pending.norm is None or pending.eps == eps
-    return add_rms_norm_fp8(x, pending.addends, pending.bias, weight, eps, pending.norm)
+    return add_rms_norm_fp8(
+        x, pending.addends, pending.bias, weight, eps, pending.norm, is_centered=is_centered
+    )
 
 
 def multiply(

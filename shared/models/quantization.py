@@ -22,6 +22,7 @@ from typing import Any
 
 from shared.errors import CheckpointError
 from shared.models.config_fields import compressed_groups, require_one_of
+from shared.models.config_file import read_config_json
 from shared.models.int4_config import PACKED, QWEIGHT, parse_int4
 from shared.models.kv_scales import check_kv_scheme
 
@@ -195,16 +196,12 @@ def _check_block(block: Any, field: str) -> None:
 
 def read_fp8_rows(directory: Path) -> bool:
     """Return whether a checkpoint in FP8 asks for activations in FP8, see `has_fp8_rows`."""
-    from shared.models.decoder_config import read_config_json
-
     config = read_config_json(directory).get("quantization_config")
     return isinstance(config, Mapping) and has_fp8_rows(config)
 
 
 def read_quantization(directory: Path) -> str:
     """Return how the weights of a checkpoint are quantised, see `parse_quantization`."""
-    from shared.models.decoder_config import read_config_json
-
     fields = read_config_json(directory)
     source = f"{directory / 'config.json'}"
     return parse_quantization(fields, source, has_fused_experts=True)

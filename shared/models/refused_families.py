@@ -9,6 +9,7 @@ _MAMBA = "Mamba-2 layers"
 _CONVOLUTIONS = "layers of short convolutions"
 _INDEXER = "sparse attention (an indexer chooses the tokens that are attended to)"
 _GEMMA_3N = "layers that share K and V, and several residual streams"
+_TEXT_EXPERTS = "experts and routers for images beside those for text"
 _CHUNKS = "attention within chunks"
 
 REFUSED: Mapping[str, str] = {
@@ -28,6 +29,9 @@ REFUSED: Mapping[str, str] = {
     "DeepseekV32ForCausalLM": _INDEXER,
     "DeepseekV4ForCausalLM": _INDEXER,
     "GlmMoeDsaForCausalLM": _INDEXER,
+    "MistralLarge4ForConditionalGeneration": _INDEXER,
+    "Ernie4_5_VLMoeForConditionalGeneration": _TEXT_EXPERTS,
+    "Ernie4_5_VL_MoeForConditionalGeneration": _TEXT_EXPERTS,
     "Gemma3nForCausalLM": _GEMMA_3N,
     "Gemma3nForConditionalGeneration": _GEMMA_3N,
     "LongcatFlashForCausalLM": "two attentions in a layer, and experts that return their input",

@@ -37,6 +37,19 @@ def rope_cos_sin(
     return cos.float().to(device), sin.float().to(device)
 
 
+def query_scales(rope: RopeConfig, num_positions: int, device: torch.device) -> torch.Tensor | None:
+    """Return what the queries of every position are multiplied by, [P, 1] f32; None: by nothing.
+
+    Source: transformers' get_llama_4_attn_scale.
+    """
+    if not rope.query_beta:
+        return None
+    settle_vector_math()
+    turns = torch.arange(num_positions) // rope.original_max_position
+    scales = 1 + rope.query_beta * torch.log1p(turns.double())
+    return scales[:, None].float().to(device)
+
+
 def rope_frequencies(rope: RopeConfig, head_dim: int, context_len: int) -> torch.Tensor:
     """Return the angle per position of every rotated pair. [rotary_dim / 2] f64 on the CPU.
 

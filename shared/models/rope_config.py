@@ -51,6 +51,8 @@ class RopeConfig:
         rotary_share: Share of each head's values that is rotated, its first ones, or of a
             proportional one's pairs; (0, 1].
         is_interleaved: Pairs are neighbours (2i, 2i + 1), not (i, i + half).
+        query_beta: Queries are multiplied by 1 + query_beta * log(1 + position //
+            original_max_position).
     """
 
     theta: float
@@ -68,6 +70,7 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     rotary_share: float = 1.0
     is_interleaved: bool = False
+    query_beta: float = 0.0
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return how many values of a head are rotated."""
@@ -78,6 +81,7 @@ class RopeConfig:
 
 _ORIGINAL = "original_max_position_embeddings"
 _SHARE = "partial_rotary_factor"
+_QUERY_BETA = "llama_4_scaling_beta"
 # Kind -> keys of config.json that must be there, and those that may be.
 _KEYS: dict[RopeKind, tuple[str, ...]] = {
     RopeKind.DEFAULT: (),
@@ -112,6 +116,7 @@ def parse_rope(
     is_interleaved: bool = False,
     aliases: Mapping[str, str] | None = None,
     ignored: Collection[str] = (),
+    has_query_scaling: bool = False,
 ) -> RopeConfig:
     """Read the rotary embedding of a config.json.
 
@@ -126,6 +131,7 @@ def parse_rope(
         is_interleaved: As in RopeConfig.
         aliases: Names that this architecture has for a kind.
         ignored: Keys that change nothing.
+        has_query_scaling: `llama_4_scaling_beta` may say how queries grow.
     Raises: CheckpointError naming the field, for a kind or key that is not supported.
     """
     name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
@@ -144,6 +150,10 @@ def parse_rope(
         share = _parse_share_of_pairs(values, place)
     if kind is not RopeKind.DEFAULT and fields.get(_ORIGINAL) is not None:
         values = {**values, _ORIGINAL: fields[_ORIGINAL]}  # it goes first in transformers, too
+    growth: dict[str, Any] = {}
+    if has_query_scaling:
+        growth = _parse_query_scaling(values, place)
+        values = {key: value for key, value in values.items() if key != _QUERY_BETA}
     _check_keys(values, kind, place)
     num_pairs = int(head_dim * share) // 2
     return RopeConfig(
@@ -151,7 +161,8 @@ def parse_rope(
         kind=kind,
         rotary_share=share,
         is_interleaved=is_interleaved,
-        **_parse_scaling(kind, values, place, max_positions=max_positions, num_pairs=num_pairs),
+        **growth
+        | _parse_scaling(kind, values, place, max_positions=max_positions, num_pairs=num_pairs),
     )
 
 
@@ -224,6 +235,14 @@ def _parse_scaling(
             "long_factors": _numbers(values, place, "long_factor", num_pairs),
         }
     return scaling
+
+
+def _parse_query_scaling(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the fields of RopeConfig that say how queries grow, if they do."""
+    if not values.get(_QUERY_BETA):
+        return {}
+    beta, original = (_number(values, place, name) for name in (_QUERY_BETA, _ORIGINAL))
+    return {"query_beta": beta, "original_max_position": int(original)}
 
 
 def _yarn_attention_factor(values: Mapping[str, Any], place: str) -> float:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shared.models.config_fields import require_int, require_kinds
-from shared.models.families import Family, Window
+from shared.models.family import Family, Window
 
+_ALWAYS_USED = (Window.IF_SET, Window.PATTERN, Window.PATTERN_FROM_FULL)
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # Of transformers' classes that read `max_window_layers`.
 _MAX_WINDOW_LAYERS = 28
@@ -47,7 +48,7 @@ def _windowed_layers(
         kinds = require_kinds(fields, "layer_types", source, _LAYER_TYPES, num_layers)
         if kinds is not None:
             return [kind == "sliding_attention" for kind in kinds]
-    is_used = when in (Window.IF_SET, Window.PATTERN) or bool(fields.get("use_sliding_window"))
+    is_used = when in _ALWAYS_USED or bool(fields.get("use_sliding_window"))
     if when is Window.NEVER or fields.get("sliding_window") is None or not is_used:
         return [False] * num_layers
     return _layers_by_rule(fields, source, family, num_layers, unrotated_layers)
@@ -72,6 +73,8 @@ def _layers_by_rule(
         case Window.PATTERN:
             period = _parse_period(fields, source, family)
             return [(layer + 1) % period != 0 for layer in layers]
+        case Window.PATTERN_FROM_FULL:
+            return [layer % family.window_period != 0 for layer in layers]
     return [True] * num_layers
 
 

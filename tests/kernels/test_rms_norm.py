@@ -202,3 +202,30 @@ def test_bits_of_a_sum_do_not_depend_on_the_batch(device: torch.device, dtype: t
         one = slice(row, row + 1)
         alone = add_rms_norm(x[one], addends[:, one].contiguous(), None, weight, 1e-5)
         assert torch.equal(alone[0], total[one]) and torch.equal(alone[1], normed[one])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "width"), [(5, 7), (2, 64), (4, 129)])
+def test_the_mean_of_a_row_may_be_taken_off_it(
+    device: torch.device, num_rows: int, width: int, dtype: torch.dtype
+) -> None:
+    """With a weight in float32 that is a LayerNorm without a bias."""
+    x = (torch.randn(num_rows, width) * 3 + 5).to(device, dtype)
+    weight = torch.randn(width).to(device)
+    out = rms_norm(x, weight, 1e-5, is_centered=True)
+    expected = torch.nn.functional.layer_norm(
+        x.double().cpu(), (width,), weight.double().cpu(), None, 1e-5
+    )
+    torch.testing.assert_close(
+        out.double().cpu(), expected, rtol=max(TOLERANCE[dtype], 4e-6), atol=4e-6
+    )
+    addends = torch.randn(2, num_rows, width).to(device)
+    total, normed = add_rms_norm(x, addends, None, weight, 1e-5, is_centered=True)
+    assert torch.equal(normed, rms_norm(total, weight, 1e-5, is_centered=True))
+    for row in range(num_rows):
+        one = slice(row, row + 1)
+        assert torch.equal(rms_norm(x[one], weight, 1e-5, is_centered=True), out[one])
+        alone = add_rms_norm(
+            x[one], addends[:, one].contiguous(), None, weight, 1e-5, is_centered=True
+        )
+        assert torch.equal(alone[1], normed[one])

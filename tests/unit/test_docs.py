@@ -21,13 +21,14 @@ DOCUMENTS = sorted(
 # Words of module names that mean what they mean elsewhere.
 PLAIN_WORDS = frozenset(
     """
-    access allocator allowed answers auth bench check checkpoint children client compile config
-    costs decoder demo embedding endpoints errors factory failures field files filters generate
-    generation graphs growth head health input interceptors kernels launch linear lines llama loader
-    loading log main math memory messages models names nodes norm option options output packing
-    params penalties phases plot process progress render request runner sampler sampling scheduler
-    select serve server service shape shared sizing stack startup state status stop store test timer
-    times tokenizer up validation vector walk warm watch watched worker
+    access allocator allowed answers auth bench check checkpoint children client
+    compile config costs decoder demo dense embedding endpoints errors factory failures field
+    files filters generate generation graphs growth head health input interceptors kernels
+    language launch linear lines llama loader loading log main math memory messages models names
+    nodes norm option options output packing params penalties phases plot process progress
+    render request runner sampler sampling scheduler select serve server service shape shared
+    sizing stack startup state status stop store test timer times tokenizer up validation vector
+    walk warm watch watched worker
     """.split()
 )
 _REFERENCE = re.compile(r"`([\w./*-]+\.(?:py|md|proto|sh|yml|toml|json))(?::([\w.]+))?`")

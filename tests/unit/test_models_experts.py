@@ -36,7 +36,14 @@ from tests.quantized import write_fp8
 from tests.unit.test_models_llama import Runner, load_transformers, tokens_of
 
 CPU = torch.device("cpu")
-EVERY_LAYER = ("mixtral", "gpt_oss", "minimax_m2", "olmoe", "gemma4_experts")
+EVERY_LAYER = frozenset(
+    ("mixtral", "gpt_oss", "minimax_m2", "olmoe", "gemma4_experts", "solar_open", "hunyuan_v1_moe")
+)
+# What has a vision tower beside it, or is no AutoModelForCausalLM.
+WRITTEN: dict[str, Callable[[Path], Path]] = {
+    name.replace("-", "_"): families.WRITERS[name]
+    for name in ("qwen3-vl-moe", "glm4v-moe", "kimi-k2.5", "mistral3-mistral4")
+}
 DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
 
 
@@ -64,19 +71,19 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[ChosenExperts]:
     [
         *("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
         *("glm4_moe_lite", "minimax_m2", "olmoe", "dots1", "ernie4_5_moe", "qwen3_vl_moe"),
-        *("mimo_v2_flash", "gemma4_experts"),
+        *("mimo_v2_flash", "gemma4_experts", "mistral4", "exaone_moe", "solar_open"),
+        *("hunyuan_v1_moe", *WRITTEN),
     ],
 )
 def test_routers_choose_whom_those_of_transformers_choose(
     tmp_path: Path, name: str, chosen: list[ChosenExperts]
 ) -> None:
     """By value: the classes in transformers return their choice in no order."""
-    fields = getattr(families, name.upper())
-    if name == "qwen3_vl_moe":
-        directory = families.write_qwen3_vl(tmp_path, **fields)
+    if name in WRITTEN:
+        directory = WRITTEN[name](tmp_path)
     else:
         kind = "gemma4_text" if name == "gemma4_experts" else name
-        directory = families.write(tmp_path, kind, **fields)
+        directory = families.write(tmp_path, kind, **getattr(families, name.upper()))
     oracle = load_transformers(directory)
     outputs: list[Any] = []
     layers = getattr(oracle.model, "language_model", oracle.model).layers

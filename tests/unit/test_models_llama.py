@@ -77,7 +77,7 @@ def tokens_of(num_tokens: int, seed: int = 7) -> list[int]:
 
 def load_transformers(directory: Path) -> Any:
     """Load a checkpoint with transformers; it knows MiMo's target as the Qwen2 that it is, and Kimi
-    K2 as the DeepSeek-V3.
+    K2 as the DeepSeek-V3; Kimi K2.5 and K-EXAONE have other names there.
     """
     fields = json.loads((directory / "config.json").read_text())
     if fields["model_type"] == "mimo":
@@ -89,8 +89,9 @@ def load_transformers(directory: Path) -> Any:
     else:
         model_class: Any = transformers.AutoModelForCausalLM
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-        if "text_config" in fields:
-            model_class = getattr(transformers, fields["architectures"][0])
+        if "vision_config" in fields or fields["model_type"] == "mistral4":
+            name = fields["architectures"][0].replace("KimiK25", "Kimi_K25")
+            model_class = getattr(transformers, name)
         elif fields["model_type"] == "kimi_k2":
             config = transformers.DeepseekV3Config(**fields | {"model_type": "deepseek_v3"})
             options["config"] = config

@@ -328,7 +328,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("config", "message"), REFUSED)
 def test_other_formats_are_refused_by_field(source: Path, config: Any, message: str) -> None:
-    from shared.models.decoder_config import parse_model_config, read_config_json
+    from shared.models.config_file import read_config_json
+    from shared.models.decoder_config import parse_model_config
 
     fields = read_config_json(source)
     assert parse_model_config(fields, "c", "LlamaForCausalLM").quantization == ""
