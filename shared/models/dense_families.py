@@ -167,6 +167,7 @@ DENSE_FAMILIES: dict[str, Family] = {
         _COHERE,
         window=Window.PATTERN,
         window_period=4,
+        requires_window=True,  # without one its class rotates no layer
         rotates_windows_only=True,
         defaults={**_COHERE.defaults, "sliding_window": 4096, "rope_theta": 10_000.0},
     ),

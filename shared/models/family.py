@@ -113,6 +113,7 @@ class Family:
         norm_rule: How all norms scale.
         window: Where `sliding_window` holds.
         window_period: What an absent `sliding_window_pattern` means.
+        requires_window: `sliding_window` must be a number: without one it means something else.
         has_own_head_dim: `head_dim` must be in config.json; else hidden_size / heads by default.
         is_mha_by_default: Without `num_key_value_heads` every head has its own K and V.
         fused: Projections that are one tensor: "qkv", "gate_up".
@@ -162,6 +163,7 @@ class Family:
     norm_rule: NormRule = NormRule.ROUNDED
     window: Window = Window.NEVER
     window_period: int = 0
+    requires_window: bool = False
     has_own_head_dim: bool = False
     is_mha_by_default: bool = False
     fused: tuple[str, ...] = ()

@@ -29,6 +29,8 @@ def parse_windows(
         unrotated_layers: Layers without a rotary embedding.
     Raises: CheckpointError naming the field.
     """
+    if family.requires_window:
+        require_int(fields, "sliding_window", source)
     is_windowed = _windowed_layers(fields, source, family, num_layers, unrotated_layers)
     if not any(is_windowed):
         return (0,) * num_layers

@@ -441,6 +441,7 @@ def test_the_layer_of_mtp_of_ernie_is_left_out(tmp_path: Path) -> None:
         (HUNYUAN_7B | {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 2.0}}, "alpha"),
         (COMMAND_R7B | {"use_qk_norm": True}, "use_qk_norm = True"),
         (COMMAND_R7B | {"use_parallel_block": False}, "use_parallel_block = False"),
+        (COMMAND_R7B | {"sliding_window": None}, "sliding_window must be a positive integer"),
         (COMMAND_R7B | {"rotary_pct": 0.5}, "rotary_pct = 0.5"),
         (COMMAND_R7B | {"logit_scale": 0}, "logit_scale must be"),
         ({"architectures": ["ArceeForCausalLM"], "hidden_act": "silu"}, "only relu2"),
