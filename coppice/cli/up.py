@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from coppice.cli.options import add_config_option, known_variables, read_sections
 from coppice.stack import ServiceFailedError, Stack, StackConfig
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
     from coppice.cli.progress import StackProgress
 
 Config = TypeVar("Config")
+
+_PLACES = {
+    "host": ("orchestrator", "host"),
+    "port": ("orchestrator", "port"),
+    "http_port": ("gateway", "port"),
+}
+"""Option of `up` -> table and key of a configuration file that mean the same."""
 
 NOT_HERE = {
     "model": "it means another model to each service; set COPPICE_TARGET_MODEL and "
@@ -133,7 +141,7 @@ def config_of(arguments: argparse.Namespace) -> StackConfig:
     """Build the stack's configuration from flags, environment and file."""
     file = read_sections(arguments)
     known = known_variables()
-    given = explicit_values(
+    given = _places_in(file) | explicit_values(
         UpConfig,
         section="up",
         flags=vars(arguments),
@@ -161,6 +169,17 @@ def config_of(arguments: argparse.Namespace) -> StackConfig:
         orchestrator=table(OrchestratorConfig, "orchestrator"),
         gateway=table(GatewayConfig, "gateway"),
     )
+
+
+def _places_in(file: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return where the services' tables of a file have them listen, by the options of `up` that say
+    the same.
+    """
+    return {
+        option: file[section][name]
+        for option, (section, name) in _PLACES.items()
+        if name in file.get(section, {})
+    }
 
 
 def _environ_of_services() -> dict[str, str]:

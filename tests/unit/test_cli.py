@@ -264,6 +264,19 @@ def test_up_leaves_what_the_file_says_about_a_service(
     assert config.orchestrator.max_num_requests == 5
 
 
+def test_up_listens_where_the_tables_of_services_say(tmp_path: Path) -> None:
+    """A file that was written for `coppice serve` means the same here; [up] and flags go first."""
+    path = tmp_path / "coppice.toml"
+    tables = "[orchestrator]\nhost = '::1'\nport = 7001\n[gateway]\nport = 7002\n"
+    path.write_text(tables)
+    config = up_config("--config", str(path))
+    assert (config.orchestrator.host, config.orchestrator.port) == ("::1", 7001)
+    assert config.gateway is not None and config.gateway.port == 7002
+    assert up_config("--config", str(path), "--port", "7003").orchestrator.port == 7003
+    path.write_text(f"{tables}[up]\nport = 7004\n")
+    assert up_config("--config", str(path)).orchestrator.port == 7004
+
+
 def test_up_takes_the_variables_of_every_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
