@@ -93,7 +93,7 @@ class TreeBudget:
         self._decided_round = -DECISION_ROUNDS
         self._is_new = np.ones(num_slots, dtype=bool)  # nothing was decided yet
         self._rests_until = np.zeros(num_slots, dtype=np.int64)
-        self._probe = Probe()
+        self._probe = Probe(is_gpu=costs.is_padded)
         self._prompts = PromptRounds(costs)
         self._rounds = RoundTimer(num_slots, clock)
         # By number of requests: in which period of decisions the deal was computed, and the deal.
@@ -188,9 +188,11 @@ class TreeBudget:
             if self._tries_plain(deal, fixed, num_coming):
                 rungs, rest = np.zeros_like(rungs), _PLAIN_TRY_ROUNDS
             else:
-                self._probe.reset(len(slots))
-        elif not self._prompts.are_long:
-            rungs = self._probed(slots, caps, fixed, missed)
+                self._probe.note_trees(len(slots))
+        else:
+            self._probe.note_rest()
+            if not self._prompts.are_long:
+                rungs = self._probed(slots, caps, fixed, missed)
         resting = slots[rungs == 0]
         if len(resting):
             begins_rest = resting[(self.rungs[resting] > 0) | self._is_new[resting]]
@@ -349,9 +351,9 @@ class TreeBudget:
     def _probed(self, slots: Ints, caps: Ints, fixed: FixedRounds, missed: Ints | None) -> Ints:
         """Return the rungs while no request would get a tree: 0, but for a few in a trial.
 
-        A trial has as many requests as the next captured size of a step leaves rows for, at least
-        one. If the drafts of all requests have missed rows, the trial has only the request with the
-        fewest missed rows, once computing them takes little of the time since the last trial.
+        A trial has few requests (`_most_on_trial`). If the drafts of all requests have missed rows,
+        the trial has only the request with the fewest missed rows, once computing them takes little
+        of the time since the last trial.
         """
         rungs = np.zeros_like(caps)
         if not self._probe.is_on(self._round, len(slots)):
@@ -359,24 +361,34 @@ class TreeBudget:
         chosen = np.flatnonzero((self.rungs[slots] > 0) & (caps > 0))  # the trial that goes on
         rung = min(_PROBE_RUNG, int(caps.max()))
         if not len(chosen):
-            base = len(slots) + fixed.num_rows
-            sizes, _ = self.costs.sizes_above(base)
-            num_more = max(int(self.costs.rows[rung]) - 1, 1)
-            room = (int(sizes[0]) - base) // num_more if len(sizes) else 0
             lost = np.zeros_like(caps) if missed is None else replayed(missed)
             lost = np.where(caps > 0, lost, _MANY_ROWS)
             fewest = int(lost.min())
             if fewest == _MANY_ROWS:
                 return rungs
             promise = np.where(lost == fewest, self.acceptance.promise(slots), -np.inf)
-            count = min(max(room, 1), _MOST_PROBED, np.count_nonzero(lost == fewest))
+            most = self._most_on_trial(len(slots) + fixed.num_rows, rung)
+            count = min(most, int(np.count_nonzero(lost == fewest)))
             if fewest:
                 count, lost_s = 1, self.costs.marginal_s(float(fewest))
                 if not self._probe.affords(lost_s, self._round, self._clock()):
                     return rungs
             chosen = np.argsort(-promise, kind="stable")[:count]
+            if not self.costs.is_padded:
+                self.costs.forget_implausible(count)
         rungs[chosen] = np.minimum(caps[chosen], rung)
         return rungs
+
+    def _most_on_trial(self, num_rows: int, rung: int) -> int:
+        """Return how many trees of a rung fit beside other rows into the next captured size of a
+        step, at least one and at most `_MOST_PROBED`; on a CPU, where steps have no sizes, so many.
+        """
+        if not self.costs.is_padded:
+            return _MOST_PROBED
+        sizes, _ = self.costs.sizes_above(num_rows)
+        num_more = max(int(self.costs.rows[rung]) - 1, 1)
+        room = (int(sizes[0]) - num_rows) // num_more if len(sizes) else 0
+        return min(max(room, 1), _MOST_PROBED)
 
 
 def _rung_of_size(rows: Ints) -> Ints:

@@ -65,9 +65,6 @@ _PLAUSIBLE = 3.0
 # beside many requests is a small difference of large numbers.
 _MUCH_OF_ROUND = 0.05
 
-# On a CPU few rows of trees take at least this share of the time of all rows.
-_LEAST_SHARE = 0.05
-
 _BATCHES = np.array(BATCH_BUCKETS)
 # Index of the bucket of every number of requests or trees.
 _BUCKETS = np.searchsorted(_BATCHES, np.arange(1 + BATCH_BUCKETS[-1]))
@@ -187,8 +184,10 @@ class RoundCosts:
         drafts_s: Floats = self._draft[rung, _BUCKETS.take(num_trees, mode="clip")]
         if self.is_padded:
             return drafts_s
-        most_rows = np.maximum(num_trees * (self.rows[rung] - 1), 1)
-        return drafts_s * np.clip((num_rows - num_requests) / most_rows, _LEAST_SHARE, 1.0)
+        trees = num_trees.astype(np.float64)
+        part = _growth_cpu(num_rows - num_requests, trees)
+        whole = _growth_cpu(trees * (self.rows[rung] - 1), trees)
+        return drafts_s * np.minimum(part / whole, 1.0)
 
     def delay_s(self, rung: int, num_trees: int) -> float:
         """Return how long the other targets of the draft wait while these trees grow: each of them
@@ -272,14 +271,25 @@ class RoundCosts:
         if has_forgotten or (entry_s is not None and _differs(entry_s, guessed_from_s, _CHANGE)):
             self._guess()
 
+    def forget_implausible(self, num_trees: int) -> None:
+        """Forget the times of trees of so many requests or fewer that are far above their first
+        guess: they may be of a moment when other processes used the cores.
+        """
+        is_implausible = self._draft > _PLAUSIBLE * self._growth
+        if self._samples.forget_few(is_implausible, _bucket(num_trees)):
+            self._guess()
+
     def _share(self, kind: RoundKind) -> float:
         """Return the share of the table's time that the trees of a round take if some of them are
-        smaller than the largest: on a CPU their share of rows, on a GPU all of it.
+        smaller than the largest: on a CPU what fewer nodes are expected to take of it, on a GPU all
+        of it.
         """
         if self.is_padded:
             return 1.0
-        most_rows = max(kind.num_trees * (int(self.rows[kind.rung]) - 1), 1)
-        return min(max((kind.num_rows - kind.num_requests) / most_rows, _LEAST_SHARE), 1.0)
+        trees = float(kind.num_trees)
+        part = _growth_cpu(kind.num_rows - kind.num_requests, trees)
+        whole = _growth_cpu(trees * (float(self.rows[kind.rung]) - 1.0), trees)
+        return min(part / whole, 1.0)
 
     def _guess(self) -> None:
         """Fill the entries of `_host` and `_draft` that were not measured from those that were."""
@@ -354,9 +364,18 @@ def _first_growth(shape: TreeShape, *, is_gpu: bool) -> Floats:
     of one row.
     """
     if not is_gpu:
-        return _FIRST_TREES_CPU + _FIRST_ROW_CPU * _BATCHES * (shape.num_draft_tokens + 2)
+        return _growth_cpu(_BATCHES * (shape.num_draft_tokens - 1.0), _BATCHES.astype(np.float64))
     per_step = 1.0 + _BATCHES * shape.topk / _DOUBLING_ROWS
     return _FIRST_GROWTH + _FIRST_GROWTH_PER_STEP * shape.num_steps * per_step
+
+
+def _growth_cpu(num_nodes: Number, num_trees: Number) -> Number:
+    """Return the first guess of the time of trees on a CPU, in forwards of one row.
+
+    Args:
+        num_nodes: Of all trees, roots excluded.
+    """
+    return _FIRST_TREES_CPU + _FIRST_ROW_CPU * (num_nodes + 3 * num_trees)
 
 
 def _bucket(count: int) -> int:

@@ -11,31 +11,48 @@ _PROBE_PATIENCE = 64
 # Largest share of the time since the last trial that a trial may spend on rows that the draft has
 # missed, and the rounds by which a dearer trial is put off. The share is larger after so many
 # seconds without a trial, because the rows that a single request has missed grow with the time.
+# On a CPU, where rounds are as slow as few of these rows, it is larger from the beginning.
 _MOST_REPLAYED, _PUT_OFF_ROUNDS = 0.004, 16
 _LONG_UNTRIED_S, _MOST_REPLAYED_THEN = 30.0, 0.01
+_MOST_REPLAYED_CPU = 0.02
+# Decisions in a row by which trees must have paid on a CPU, where few rounds may be fast by chance,
+# before the wait for the next trial is short again.
+_HAVE_PAID_CPU = 4
 
 
 class Probe:
     """Says when a few requests get trees on trial while all requests rest.
 
+    Args:
+        is_gpu: The target's device is no CPU.
+
     Attributes:
         num_rounds: Rounds with trees since the last trial began.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_gpu: bool) -> None:
         self.num_rounds = 0
+        self._most_replayed = _MOST_REPLAYED if is_gpu else _MOST_REPLAYED_CPU
+        self._have_paid = 1 if is_gpu else _HAVE_PAID_CPU
+        self._num_paid = 0  # decisions in a row by which trees pay
         # By the bit length of the number of requests: rounds before the last trial.
         self._after: dict[int, int] = {}
         self._begins: int | None = None  # round in which the next or current trial begins
         self._paid_at_s: float | None = None  # when a draft last got missed rows for a trial
 
-    def reset(self, num_requests: int) -> None:
-        """Note that trees pay with so many requests: waits that trials with as many or fewer
-        requests have grown to are forgotten.
+    def note_trees(self, num_requests: int) -> None:
+        """Note that trees pay with so many requests. Once they have for a while, waits that trials
+        with as many or fewer requests have grown to are forgotten.
         """
-        batch = num_requests.bit_length()
-        self._after = {more: after for more, after in self._after.items() if more > batch}
+        self._num_paid += 1
         self._begins = None
+        if self._num_paid >= self._have_paid:
+            batch = num_requests.bit_length()
+            self._after = {more: after for more, after in self._after.items() if more > batch}
+
+    def note_rest(self) -> None:
+        """Note that trees do not pay."""
+        self._num_paid = 0
 
     def is_on(self, now: int, num_requests: int) -> bool:
         """Return whether a trial is on in round `now`, in which all requests would rest."""
@@ -64,7 +81,9 @@ class Probe:
         if self._paid_at_s is None:
             self._paid_at_s = now_s
         since_s = now_s - self._paid_at_s
-        share = _MOST_REPLAYED if since_s < _LONG_UNTRIED_S else _MOST_REPLAYED_THEN
+        share = self._most_replayed
+        if since_s >= _LONG_UNTRIED_S:
+            share = max(share, _MOST_REPLAYED_THEN)
         if lost_s > share * since_s:
             self._begins = now + _PUT_OFF_ROUNDS
             return False

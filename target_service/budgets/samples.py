@@ -153,6 +153,15 @@ class RoundSamples:
             self._many_s[is_tried] = np.minimum(2 * self._many_s[is_tried], _LAST_MANY_S)
         return has_any
 
+    def forget_few(self, is_meant: NDArray[np.bool_], last: int) -> bool:
+        """Forget rounds with few trees; return whether there was any.
+
+        Args:
+            is_meant: By place, whether its rounds are meant.
+            last: The largest bucket of trees.
+        """
+        return bool(self._forget(is_meant, slice(last + 1)).any())
+
     def _forget(self, is_stale: NDArray[np.bool_], buckets: slice) -> NDArray[np.bool_]:
         is_meant = np.zeros_like(is_stale)
         is_meant[1:, buckets] = True

@@ -198,6 +198,16 @@ def test_what_was_never_tried_is_no_cheaper_than_smaller_trees() -> None:
     assert (np.diff(of_32[2:]) >= 0).all()
 
 
+def test_on_a_cpu_smaller_trees_beside_a_deep_one_save_little() -> None:
+    """They wait for its steps, and few rows more or less of a step take about the same time."""
+    costs = RoundCosts(CPU_FORWARD, LADDER, is_padded=False, most_rows=512)
+    whole = costs.draft_s(RoundKind(4, 4 * 6, rung=4, num_trees=4))
+    mixed = costs.draft_s(RoundKind(4, 6 + 4 + 3 + 3, rung=4, num_trees=4))
+    assert 0.75 * whole < mixed < 0.9 * whole
+    (of_many,) = costs.drafts_s(np.array([4]), np.array([4]), 4, np.array([16.0]))
+    assert of_many == pytest.approx(mixed)
+
+
 @pytest.mark.parametrize("forward", [FORWARD, CPU_FORWARD])
 def test_more_rows_than_were_measured_take_more(forward: StepCosts) -> None:
     """Whether one forward is asked for or many."""

@@ -301,6 +301,29 @@ def test_a_request_alone_keeps_its_trees_and_many_do_without(count: int, least: 
     assert np.mean(parts) >= least
 
 
+class DisturbedWorld(BundledWorld):
+    """Others use the cores while trees are tried for the first time."""
+
+    num_rounds = 0
+
+    def round_s(self, rungs: Ints) -> float:
+        self.num_rounds += 1
+        return super().round_s(rungs) * (5.0 if 60 <= self.num_rounds < 140 else 1.0)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_a_moments_load_made_dear_is_soon_tried_again(count: int) -> None:
+    parts = []
+    for seed in range(4):
+        world = DisturbedWorld(np.full(count, 0.8), rng=np.random.default_rng(seed))
+        budget = budget_of(world)
+        adaptive_rate(world, num_rounds=400, budget=budget)
+        best = max(world.rate(rung) for rung in range(NUM_RUNGS))
+        rate = adaptive_rate(world, num_rounds=200, budget=budget, is_new=False)
+        parts.append(rate / best)
+    assert np.mean(parts) >= 0.9
+
+
 @pytest.mark.parametrize(
     ("ease", "turns"),
     [([0.3, 0.8], 1), ([0.6], 2), *exhaustive([([0.3, 0.8], 2), ([0.6], 1)])],
