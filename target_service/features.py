@@ -198,8 +198,8 @@ class FeatureOutlet:
             log.rested_since = self.rested.end
 
     def keep_none(self, request: TargetRequest) -> None:
-        """Do not even keep the rows of a request that is held back: its trees would not pay. A step
-        of such requests alone copies no rows to the host.
+        """Do not even keep the rows of a request that is held back: nobody is likely to want them.
+        A step of such requests alone copies no rows to the host.
         """
         log = request.features
         if log is None or log.is_dormant or not log.is_held_back:

@@ -84,7 +84,7 @@ class PeerRounds(TreeSource):
             self.take_credit(request)
             if is_resting and request.phase is not Phase.RUNNING:
                 self._state.features.hold_back(request)  # until its first tree is wanted
-                if self.shapes.expects_nothing_of(request):
+                if self.shapes.needs_no_rows(request):
                     self._state.features.keep_none(request)
 
     def take_credit(self, request: TargetRequest) -> None:
@@ -125,7 +125,7 @@ class PeerRounds(TreeSource):
         if wanted is None:
             if peer.progress is not Progress.RESTING:
                 begin_rest(self._state, request, peer)
-            if request.keeps_rows and self.shapes.expects_nothing_of(request):
+            if request.keeps_rows and self.shapes.needs_no_rows(request):
                 self._state.features.keep_none(request)
             return
         shape = wanted.within(self._max_context_len - request.committed_len)

@@ -52,6 +52,9 @@ _PROBE_RUNG, _MOST_PROBED = 3, 4
 _MANY_ROWS = 1 << 40
 # Decisions for which a forecast (`TreeBudget._forecast`) is kept.
 _FORECAST_DECISIONS = 16
+# Rows of resting requests are kept if they can be for so many rounds of all: a shorter rest is rare
+# where a trial has shown that trees do not pay, and a step of 256 spends a tenth on its rows.
+_LEAST_ROUNDS_KEPT = 256
 # The table of gains changes slowly: decisions between two updates of it, at first and later.
 _FIRST_GAINS, _LAST_GAINS = 2, 128
 
@@ -64,6 +67,7 @@ class TreeBudget:
         ladder: Shapes of rungs 1, 2, ...; rung 0 is the root alone.
         num_slots: Most requests at once. A request's slot is its row of the page table.
         clock: Returns when the last step ended, monotonic, seconds.
+        num_kept_rows: Most feature rows of resting requests that are kept.
     """
 
     def __init__(
@@ -72,15 +76,19 @@ class TreeBudget:
         ladder: Sequence[TreeShape],
         num_slots: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        num_kept_rows: int = _MANY_ROWS,
     ) -> None:
         self.costs = costs
         self.acceptance = Acceptance(ladder, num_slots)
         self.rungs: Ints = np.zeros(num_slots, dtype=np.int64)
         """[num_slots], the rung of each slot as of the last decision; 0: the root alone."""
-        self.is_hopeless = np.zeros(num_slots, dtype=bool)
-        """[num_slots], whether all requests rest and the trees of this slot's request would not pay
-        even if it ran alone.
+        self.needs_no_rows = np.zeros(num_slots, dtype=bool)
+        """[num_slots], whether feature rows of this slot's request are not worth keeping: all
+        requests rest, and its trees would not pay even if it ran alone, or all rest for long
+        (`_rests_for_long`).
         """
+        self._num_kept_rows = num_kept_rows
         self._clock = clock
         self._rung_of_size = _rung_of_size(costs.rows)
         self._is_whole = np.isin(np.arange(len(self._rung_of_size)), costs.rows)
@@ -105,7 +113,7 @@ class TreeBudget:
         self._rounds.begin(slot)
         self._rests_until[slot] = 0
         self._is_new[slot] = True
-        self.is_hopeless[slot] = False
+        self.needs_no_rows[slot] = False
         self.rungs[slot] = 0
         self._decided_round = -DECISION_ROUNDS
 
@@ -131,6 +139,23 @@ class TreeBudget:
     def expects_nothing(self) -> bool:
         """Return whether the trees of a new request would not pay even if it ran alone."""
         return self._num_decisions > 0 and self.acceptance.mean_class <= LAST_HOPELESS_CLASS
+
+    def newcomer_needs_no_rows(self, num_requests: int) -> bool:
+        """Return whether rows of a new request, which would rest beside the others, are not worth
+        keeping.
+
+        Args:
+            num_requests: With the new one.
+        """
+        is_long = self._rests_for_long(num_requests) and self.would_rest(num_requests)
+        return self.expects_nothing or is_long
+
+    def _rests_for_long(self, num_requests: int) -> bool:
+        """Return whether rows of so many requests can only be kept for a short time, and trees did
+        not pay in a trial with as many or fewer.
+        """
+        has_room = num_requests * _LEAST_ROUNDS_KEPT <= self._num_kept_rows
+        return not has_room and self._probe.has_failed(num_requests)
 
     def join(self, slot: int, cap: int) -> None:
         """Give a new request the most frequent rung of the last decision, until the next decision.
@@ -169,7 +194,7 @@ class TreeBudget:
             num_coming: Requests whose prompts are being read. If all requests would rest once these
                 run as well, no resting request gets a tree now: trees would only delay the prompts.
             num_prompt_rows: Rows of these prompts that have not been read yet.
-        Mutates: `rungs`, `is_hopeless`.
+        Mutates: `rungs`, `needs_no_rows`.
         """
         self._decided_round = self._round
         if not len(slots):
@@ -200,7 +225,8 @@ class TreeBudget:
         self.rungs[slots] = rungs
         self._most_have = int(np.bincount(rungs).argmax())
         self._is_new[slots] = False
-        self.is_hopeless[slots] = not deal.limit and self._are_hopeless(slots)
+        rests_for_long = self._rests_for_long(len(slots) + fixed.num_requests)
+        self.needs_no_rows[slots] = not deal.limit and (rests_for_long | self._are_hopeless(slots))
 
     def _tries_plain(self, deal: Deal, fixed: FixedRounds, num_coming: int) -> bool:
         """Return whether the next rounds have no trees, to learn what such rounds take."""

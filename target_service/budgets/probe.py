@@ -54,6 +54,15 @@ class Probe:
         """Note that trees do not pay."""
         self._num_paid = 0
 
+    def has_failed(self, num_requests: int) -> bool:
+        """Return whether trees did not pay in a trial with about so many requests, or with fewer,
+        and have not paid since.
+        """
+        batch = num_requests.bit_length()
+        return any(
+            after > _FIRST_PROBE_AFTER for size, after in self._after.items() if size <= batch
+        )
+
     def is_on(self, now: int, num_requests: int) -> bool:
         """Return whether a trial is on in round `now`, in which all requests would rest."""
         if self._begins is None:

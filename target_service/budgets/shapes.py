@@ -44,8 +44,8 @@ class TreeShapes:
         """Return the shape of the next tree to order for a request; None: the request rests."""
         return credit.shape
 
-    def expects_nothing_of(self, request: TargetRequest) -> bool:
-        """Return whether trees of a resting request would not pay even if it ran alone."""
+    def needs_no_rows(self, request: TargetRequest) -> bool:
+        """Return whether the feature rows of a resting request are not worth keeping."""
         return False
 
     def begin_orders(self) -> None:
@@ -145,7 +145,12 @@ class BudgetedShapes(TreeShapes):
     def begin(self, request: TargetRequest) -> bool:
         if request.req_idx >= 0:
             self._owners[request.req_idx] = None
-        return self._budget.would_rest(min(len(self._requests), len(self._owners)))
+        return self._budget.would_rest(self._num_requests)
+
+    @property
+    def _num_requests(self) -> int:
+        """Return how many requests there are, as far as they can run at once."""
+        return min(len(self._requests), len(self._owners))
 
     def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
         if not credit.adapts:
@@ -163,11 +168,11 @@ class BudgetedShapes(TreeShapes):
             known = self._shapes[slot] = credit, self._shape(self._wanted[slot], credit.shape)
         return known[1]
 
-    def expects_nothing_of(self, request: TargetRequest) -> bool:
+    def needs_no_rows(self, request: TargetRequest) -> bool:
         slot = request.req_idx
         if slot < 0 or self._owners[slot] is not request:
-            return self._budget.expects_nothing
-        return bool(self._budget.is_hopeless[slot])
+            return self._budget.newcomer_needs_no_rows(self._num_requests)
+        return bool(self._budget.needs_no_rows[slot])
 
     def begin_orders(self) -> None:
         self._wanted_before = self._wanted.copy()

@@ -122,8 +122,14 @@ def fixed_rate(world: World, rung: int) -> float:
     return world.tokens(rungs) / world.round_s(rungs)
 
 
-def budget_of(world: World) -> TreeBudget:
-    return TreeBudget(world.costs(), LADDER, world.count, clock=lambda: world.now_s)
+def budget_of(world: World, num_kept_rows: int = 1 << 40) -> TreeBudget:
+    return TreeBudget(
+        world.costs(),
+        LADDER,
+        world.count,
+        clock=lambda: world.now_s,
+        num_kept_rows=num_kept_rows,
+    )
 
 
 def adaptive_rate(
@@ -502,7 +508,7 @@ def rate_without_rows(
         world.now_s += world.round_s(rungs)
         tokens += world.tokens(rungs)
         num_tokens += 1 + accepted
-        num_dropped += np.where(budget.is_hopeless[slots], 1 + accepted, 0)
+        num_dropped += np.where(budget.needs_no_rows[slots], 1 + accepted, 0)
         times = StepTimes(
             num_rows=int(world.rows[rungs].sum()),
             num_requests=world.count,
@@ -513,7 +519,7 @@ def rate_without_rows(
         budget.note_step(slots, world.rows[rungs], accepted, times)
         for slot in np.flatnonzero(num_tokens >= num_prompt + num_new).tolist():
             num_tokens[slot] = num_prompt
-            num_dropped[slot] = num_prompt if budget.expects_nothing else 0
+            num_dropped[slot] = num_prompt if budget.newcomer_needs_no_rows(world.count) else 0
             budget.begin(slot)
     return tokens / (world.now_s - began_s)
 
@@ -523,7 +529,7 @@ def test_a_long_text_alone_is_tried_again_though_none_of_its_rows_are_kept() -> 
     world = World(np.zeros(1))
     budget = budget_of(world)
     adaptive_rate(world, num_rounds=300, budget=budget)
-    assert budget.is_hopeless[0]
+    assert budget.needs_no_rows[0]
     began_s, num_before = world.now_s, world.num_with_trees
     while world.num_with_trees == num_before and world.now_s < began_s + 60:
         rate_without_rows(world, budget, 10_000, num_prompt=300, num_new=100_000)
@@ -536,7 +542,7 @@ def test_rows_that_nobody_keeps_are_computed_again_seldom(count: int, num_prompt
     world = World(np.zeros(count))
     budget = budget_of(world)
     adaptive_rate(world, num_rounds=300, budget=budget)
-    assert budget.is_hopeless.all() and budget.expects_nothing
+    assert budget.needs_no_rows.all() and budget.expects_nothing
     assert budget.would_rest(1) and budget.would_rest(256)
     rate = rate_without_rows(world, budget, 1000, num_prompt=num_prompt)
     assert rate >= 0.99 * fixed_rate(world, 0)
@@ -551,8 +557,26 @@ def test_texts_that_become_easy_are_found_though_nobody_keeps_rows(count: int) -
     world.reached = World(texts("easy", count)).reached
     rate_without_rows(world, budget, 1500, num_prompt=300)
     rate = rate_without_rows(world, budget, 300, num_prompt=300)
-    assert not budget.is_hopeless.any()
+    assert not budget.needs_no_rows.any()
     assert rate >= 0.9 * best_fixed(world)
+
+
+@pytest.mark.parametrize(("count", "is_long"), [(128, True), (64, False)])
+def test_rows_of_many_that_rest_for_long_are_not_kept(count: int, *, is_long: bool) -> None:
+    """Once a trial has shown that trees do not pay, if a few rounds would fill the memory."""
+    world = World(np.full(count, 0.19))
+    budget = budget_of(world, num_kept_rows=20_000)
+    adaptive_rate(world, num_rounds=60, budget=budget)
+    assert not budget.needs_no_rows.any()
+    adaptive_rate(world, num_rounds=100, budget=budget, is_new=False)
+    assert not budget.rungs.any() and not budget.expects_nothing
+    assert budget.needs_no_rows.all() == budget.newcomer_needs_no_rows(count) == is_long
+    assert not budget.newcomer_needs_no_rows(4)
+    rate = rate_without_rows(world, budget, 1000, num_prompt=300)
+    assert rate >= 0.98 * fixed_rate(world, 0)
+    world.reached = World(texts("easy", count)).reached
+    rate_without_rows(world, budget, 1500, num_prompt=300)
+    assert np.count_nonzero(budget.rungs) >= 0.9 * count and not budget.needs_no_rows.any()
 
 
 class SlowerWorld(World):
@@ -585,7 +609,7 @@ def test_something_is_expected_of_who_rests_because_others_are_many(kind: str) -
     budget = budget_of(world)
     adaptive_rate(world, num_rounds=300, budget=budget)
     assert not budget.rungs.all()
-    assert not budget.is_hopeless.any() and not budget.expects_nothing
+    assert not budget.needs_no_rows.any() and not budget.expects_nothing
 
 
 @pytest.mark.parametrize("hard", [0.0, 0.02])

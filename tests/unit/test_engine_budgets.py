@@ -52,7 +52,7 @@ class HostileShapes(TreeShapes):
         self._rng = random.Random(seed)
         self._hopes = random.Random(seed)
 
-    def expects_nothing_of(self, request: TargetRequest) -> bool:
+    def needs_no_rows(self, request: TargetRequest) -> bool:
         return self._hopes.random() < 0.2
 
     def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:

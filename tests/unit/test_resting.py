@@ -37,20 +37,20 @@ class RestsAtTimes(TreeShapes):
 
     Args:
         rests_first: Requests begin with a rest, and their prompts are held back.
-        is_hopeless: Of who rests no rows are kept.
+        keeps_none: Of who rests no rows are kept.
     """
 
-    def __init__(self, seed: int, *, rests_first: bool = False, is_hopeless: bool = False) -> None:
+    def __init__(self, seed: int, *, rests_first: bool = False, keeps_none: bool = False) -> None:
         self._rng = random.Random(seed)
-        self._is_hopeless = is_hopeless
+        self._keeps_none = keeps_none
         self._rests_first = rests_first
         self._wanted: dict[str, tuple[int, TreeShape | None]] = {}
 
     def begin(self, request: TargetRequest) -> bool:
         return self._rests_first
 
-    def expects_nothing_of(self, request: TargetRequest) -> bool:
-        return self._is_hopeless
+    def needs_no_rows(self, request: TargetRequest) -> bool:
+        return self._keeps_none
 
     def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
         first = (_FIRST_REST if self._rests_first else 0, None)
@@ -142,11 +142,11 @@ def _row(slot: int, position: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "is_hopeless"),
+    ("max_rows", "keeps_none"),
     [pytest.param(0, False, marks=EXHAUSTIVE), (12, False), (10_000, False), (10_000, True)],
 )
 def test_whatever_is_kept_the_draft_reads_the_true_rows(
-    models: Models, max_rows: int, *, is_hopeless: bool
+    models: Models, max_rows: int, *, keeps_none: bool
 ) -> None:
     """What was dropped is replayed; trees are the ones of a draft that has read everything."""
     pairing = models.pairing("eagle3")
@@ -159,7 +159,7 @@ def test_whatever_is_kept_the_draft_reads_the_true_rows(
     pair.run(list(map(fresh, requests)))
     true_trees = _trees_of(pair)
     assert isinstance(target.source, PeerRounds)
-    target.source.shapes = RestsAtTimes(1, is_hopeless=is_hopeless)
+    target.source.shapes = RestsAtTimes(1, keeps_none=keeps_none)
     pair = PeerPair(target, draft, adapts=True)
     pair.run(requests)
     check(requests, expected)
@@ -176,8 +176,8 @@ def _trees_of(pair: PeerPair) -> dict[tuple[str, int], tuple[int, ...]]:
     return {(tree.request_id, tree.seq_len): tree.token_ids for tree in pair.trees}
 
 
-@pytest.mark.parametrize("is_hopeless", [False, True])
-def test_prompts_are_held_back_where_all_rest(make: Make, *, is_hopeless: bool) -> None:
+@pytest.mark.parametrize("keeps_none", [False, True])
+def test_prompts_are_held_back_where_all_rest(make: Make, *, keeps_none: bool) -> None:
     """A request that never gets a tree costs its draft nothing; one that does gets all its rows."""
     target, draft, _ = make("eagle3", prefill_chunk_len=16)
     requests = [
@@ -186,7 +186,7 @@ def test_prompts_are_held_back_where_all_rest(make: Make, *, is_hopeless: bool) 
     ]
     expected = plain_of(target, requests)
     assert isinstance(target.source, PeerRounds)
-    target.source.shapes = RestsAtTimes(2, rests_first=True, is_hopeless=is_hopeless)
+    target.source.shapes = RestsAtTimes(2, rests_first=True, keeps_none=keeps_none)
     pair = DevicePair(target, draft, adapts=True)
     for request in requests:
         pair.open(request)
@@ -197,7 +197,7 @@ def test_prompts_are_held_back_where_all_rest(make: Make, *, is_hopeless: bool) 
     logs = [held.features for held in target.requests.values() if held.features is not None]
     # But for a chunk that was computed before the draft attached.
     assert logs and all(log.end - log.start <= 16 for log in logs)
-    assert (target.features.rested.end > 2 * 34) is not is_hopeless
+    assert (target.features.rested.end > 2 * 34) is not keeps_none
     pair.finish()
     check(requests, expected)
     assert any(path.num_draft_tokens > 1 for request in requests for path in request.paths)
@@ -213,7 +213,7 @@ class NeverWanted(TreeShapes):
     def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
         return None
 
-    def expects_nothing_of(self, request: TargetRequest) -> bool:
+    def needs_no_rows(self, request: TargetRequest) -> bool:
         return True
 
 
