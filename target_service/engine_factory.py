@@ -243,11 +243,7 @@ def make_shapes(
     most_rows = num_batch_rows - num_batch_rows // CHAIN_SHARE
     costs = RoundCosts(forwards, LADDER, is_padded=runner.pads_rows, most_rows=most_rows)
     budget = TreeBudget(
-        costs,
-        LADDER,
-        runner.pool.max_num_requests,
-        clock=runner.step_clock.ended_s,
-        num_kept_rows=state.features.rested.capacity,
+        costs, LADDER, runner.pool.max_num_requests, clock=runner.step_clock.ended_s
     )
     return BudgetedShapes(state.requests, budget, state.features.missed)
 

@@ -68,13 +68,12 @@ class RestedRows:
 
     Attributes:
         end: Number of the next row.
-        capacity: Most rows.
     """
 
     def __init__(self, row_bytes: int, max_bytes: int = MAX_RESTED_BYTES) -> None:
         self.end = 0
         self._row_bytes = row_bytes
-        self.capacity = min(max_bytes // max(row_bytes, 1), _MAX_RESTED_ROWS)
+        self._capacity = min(max_bytes // max(row_bytes, 1), _MAX_RESTED_ROWS)
         # By place: the slot and the position of the row that lies there.
         self._slots = np.zeros(0, dtype=np.int32)
         self._positions = np.zeros(0, dtype=np.int32)
@@ -86,14 +85,14 @@ class RestedRows:
         Args:
             is_touched: Have the system provide all pages at once, not one by one as rows come.
         """
-        num_bytes = self.capacity * self._row_bytes
+        num_bytes = self._capacity * self._row_bytes
         if self._rows is not None or not num_bytes:
             return
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (mmap.MAP_POPULATE if is_touched else 0)
         memory = np.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=np.uint8)
-        self._rows = memory.reshape(self.capacity, self._row_bytes)
-        self._slots = np.full(self.capacity, _NOBODY, dtype=np.int32)
-        self._positions = np.zeros(self.capacity, dtype=np.int32)
+        self._rows = memory.reshape(self._capacity, self._row_bytes)
+        self._slots = np.full(self._capacity, _NOBODY, dtype=np.int32)
+        self._positions = np.zeros(self._capacity, dtype=np.int32)
 
     def append(self, paths: Sequence[RestedPath], features: FeatureRows) -> None:
         """Append the rows of some paths of a step.
@@ -106,7 +105,7 @@ class RestedRows:
         row, slots, positions, counts = np.array(paths, dtype=np.int64).T
         num_rows = int(counts.sum())
         begin, self.end = self.end, self.end + num_rows
-        if num_rows > self.capacity or self._rows is None:
+        if num_rows > self._capacity or self._rows is None:
             self._slots.fill(_NOBODY)
             return
         node = np.arange(num_rows) - (counts.cumsum() - counts).repeat(counts)
@@ -121,7 +120,7 @@ class RestedRows:
         """Begin again at the first place, because no request rests: only memory for as many rows as
         are needed at a time is ever touched.
         """
-        self.end += -self.end % max(self.capacity, 1)
+        self.end += -self.end % max(self._capacity, 1)
 
     def _places(self, begin: int, num_rows: int) -> Iterator[tuple[slice, slice]]:
         """Yield which of a step's rows go to which places: one pair of slices, or two if the rows
@@ -130,8 +129,8 @@ class RestedRows:
         Args:
             begin: Number of the first row.
         """
-        first = begin % self.capacity
-        size = min(num_rows, self.capacity - first)
+        first = begin % self._capacity
+        size = min(num_rows, self._capacity - first)
         yield slice(size), slice(first, first + size)
         if size < num_rows:
             yield slice(size, num_rows), slice(num_rows - size)
@@ -145,9 +144,9 @@ class RestedRows:
                 of earlier holders of the slot.
         """
         places = np.flatnonzero(self._slots == slot)
-        cut = self.end % max(self.capacity, 1)  # the oldest row's
+        cut = self.end % max(self._capacity, 1)  # the oldest row's
         places = np.concatenate([places[places >= cut], places[places < cut]])
-        numbers = self.end - 1 - (self.end - 1 - places) % max(self.capacity, 1)
+        numbers = self.end - 1 - (self.end - 1 - places) % max(self._capacity, 1)
         places = places[numbers >= since]
         if not len(places):
             return None
@@ -172,4 +171,4 @@ class RestedRows:
         Args:
             since: `end` at that time.
         """
-        return since >= self.end - self.capacity
+        return since >= self.end - self._capacity

@@ -32,8 +32,11 @@ DECISION_ROUNDS = 4
 # Hysteresis: the share of tokens per second that a change must add. Larger on a CPU, where times of
 # rounds scatter because other processes use the cores as well.
 _FAVOUR, _FAVOUR_CPU = 0.02, 0.1
-# The share that trees must add over no trees at all, or drafts do not read new prompts.
+# The share that trees must add over no trees at all, or drafts do not read new prompts; and that
+# they must add to begin, and to go on. Beside what a round without prompts takes, drafts have
+# prompts to read, and requests with trees end one by one, those of a batch without them together.
 _FAVOUR_PROMPTS = 0.05
+_LEAST_GAIN, _LEAST_KEPT_GAIN = 0.05, 0.03
 # One decision in so many has no hysteresis: what a single request loses by keeping a bad rung is
 # below the threshold, which is a share of the tokens of all requests.
 _UNFAVOURED_DECISION = 16
@@ -52,9 +55,9 @@ _PROBE_RUNG, _MOST_PROBED = 3, 4
 _MANY_ROWS = 1 << 40
 # Decisions for which a forecast (`TreeBudget._forecast`) is kept.
 _FORECAST_DECISIONS = 16
-# Rows of resting requests are kept if they can be for so many rounds of all: a shorter rest is rare
-# where a trial has shown that trees do not pay, and a step of 256 spends a tenth on its rows.
-_LEAST_ROUNDS_KEPT = 256
+# So many requests keep no rows once a trial has shown that trees do not pay: on an H200 a step of
+# 128 took 4% longer with its rows, of 256 up to 7%.
+_MANY_REQUESTS = 128
 # The table of gains changes slowly: decisions between two updates of it, at first and later.
 _FIRST_GAINS, _LAST_GAINS = 2, 128
 
@@ -67,7 +70,6 @@ class TreeBudget:
         ladder: Shapes of rungs 1, 2, ...; rung 0 is the root alone.
         num_slots: Most requests at once. A request's slot is its row of the page table.
         clock: Returns when the last step ended, monotonic, seconds.
-        num_kept_rows: Most feature rows of resting requests that are kept.
     """
 
     def __init__(
@@ -76,8 +78,6 @@ class TreeBudget:
         ladder: Sequence[TreeShape],
         num_slots: int,
         clock: Callable[[], float] = time.monotonic,
-        *,
-        num_kept_rows: int = _MANY_ROWS,
     ) -> None:
         self.costs = costs
         self.acceptance = Acceptance(ladder, num_slots)
@@ -88,7 +88,6 @@ class TreeBudget:
         requests rest, and its trees would not pay even if it ran alone, or all rest for long
         (`_rests_for_long`).
         """
-        self._num_kept_rows = num_kept_rows
         self._clock = clock
         self._rung_of_size = _rung_of_size(costs.rows)
         self._is_whole = np.isin(np.arange(len(self._rung_of_size)), costs.rows)
@@ -151,11 +150,10 @@ class TreeBudget:
         return self.expects_nothing or is_long
 
     def _rests_for_long(self, num_requests: int) -> bool:
-        """Return whether rows of so many requests can only be kept for a short time, and trees did
-        not pay in a trial with as many or fewer.
+        """Return whether so many requests are likely to rest until they end: they are many, and
+        trees did not pay in a trial with as many or fewer.
         """
-        has_room = num_requests * _LEAST_ROUNDS_KEPT <= self._num_kept_rows
-        return not has_room and self._probe.has_failed(num_requests)
+        return num_requests >= _MANY_REQUESTS and self._probe.has_failed(num_requests)
 
     def join(self, slot: int, cap: int) -> None:
         """Give a new request the most frequent rung of the last decision, until the next decision.
@@ -208,6 +206,8 @@ class TreeBudget:
             staying = self._deal(slots, lower_caps, fixed, num_coming)
             if not pays_back(deal, staying, missed, num_left, self.costs):
                 caps, deal = lower_caps, staying
+        if deal.limit and not self._is_worthwhile(slots, deal, fixed):
+            deal = Deal(np.zeros_like(deal.rungs), 0, deal.tokens_per_s)
         self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST
         if deal.limit:
             if self._tries_plain(deal, fixed, num_coming):
@@ -227,6 +227,15 @@ class TreeBudget:
         self._is_new[slots] = False
         rests_for_long = self._rests_for_long(len(slots) + fixed.num_requests)
         self.needs_no_rows[slots] = not deal.limit and (rests_for_long | self._are_hopeless(slots))
+
+    def _is_worthwhile(self, slots: Ints, deal: Deal, fixed: FixedRounds) -> bool:
+        """Return whether the trees of a deal bring enough more than none, where no others grow."""
+        if fixed.num_trees or not self.costs.is_padded:
+            return True
+        least_gain = _LEAST_KEPT_GAIN if self._limit else _LEAST_GAIN
+        classes, none = self.acceptance.classes(slots), np.zeros_like(deal.rungs)
+        least = (1 + least_gain) * self._dealer.tokens_per_s(classes, none, fixed)
+        return self._dealer.tokens_per_s(classes, deal.rungs, fixed) >= least
 
     def _tries_plain(self, deal: Deal, fixed: FixedRounds, num_coming: int) -> bool:
         """Return whether the next rounds have no trees, to learn what such rounds take."""

@@ -122,14 +122,8 @@ def fixed_rate(world: World, rung: int) -> float:
     return world.tokens(rungs) / world.round_s(rungs)
 
 
-def budget_of(world: World, num_kept_rows: int = 1 << 40) -> TreeBudget:
-    return TreeBudget(
-        world.costs(),
-        LADDER,
-        world.count,
-        clock=lambda: world.now_s,
-        num_kept_rows=num_kept_rows,
-    )
+def budget_of(world: World) -> TreeBudget:
+    return TreeBudget(world.costs(), LADDER, world.count, clock=lambda: world.now_s)
 
 
 def adaptive_rate(
@@ -541,6 +535,7 @@ def test_a_long_text_alone_is_tried_again_though_none_of_its_rows_are_kept() -> 
 def test_rows_that_nobody_keeps_are_computed_again_seldom(count: int, num_prompt: int) -> None:
     world = World(np.zeros(count))
     budget = budget_of(world)
+    adaptive_rate(world, num_rounds=100, budget=budget, count=1)
     adaptive_rate(world, num_rounds=300, budget=budget)
     assert budget.needs_no_rows.all() and budget.expects_nothing
     assert budget.would_rest(1) and budget.would_rest(256)
@@ -563,9 +558,9 @@ def test_texts_that_become_easy_are_found_though_nobody_keeps_rows(count: int) -
 
 @pytest.mark.parametrize(("count", "is_long"), [(128, True), (64, False)])
 def test_rows_of_many_that_rest_for_long_are_not_kept(count: int, *, is_long: bool) -> None:
-    """Once a trial has shown that trees do not pay, if a few rounds would fill the memory."""
+    """Once a trial has shown that trees do not pay."""
     world = World(np.full(count, 0.19))
-    budget = budget_of(world, num_kept_rows=20_000)
+    budget = budget_of(world)
     adaptive_rate(world, num_rounds=60, budget=budget)
     assert not budget.needs_no_rows.any()
     adaptive_rate(world, num_rounds=100, budget=budget, is_new=False)
@@ -605,7 +600,7 @@ def test_trees_of_many_are_not_tried_after_every_probe() -> None:
 @pytest.mark.parametrize("kind", ["hard", "mixed"])
 def test_something_is_expected_of_who_rests_because_others_are_many(kind: str) -> None:
     """With fewer requests it would have a tree: its rows are kept."""
-    world = World(texts(kind, 256))
+    world = World(texts(kind, 127), draft_factor=2)
     budget = budget_of(world)
     adaptive_rate(world, num_rounds=300, budget=budget)
     assert not budget.rungs.all()
