@@ -17,7 +17,7 @@ as if the draft had just attached.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from shared.errors import InvalidTreeError
 from shared.messages import (
@@ -80,12 +80,29 @@ class PeerRounds(TreeSource):
                 mailbox=self._mailbox_use(message),
                 num_tokens_sent=message.num_tokens,
             )
-            is_resting = self.shapes.begin(request)
+            self.shapes.begin(request)
             self.take_credit(request)
-            if is_resting and request.phase is not Phase.RUNNING:
-                self._state.features.hold_back(request)  # until its first tree is wanted
-                if self.shapes.needs_no_rows(request):
-                    self._state.features.keep_none(request)
+            if request.phase is not Phase.RUNNING and self.shapes.would_rest(request):
+                self._hold_back(request)
+
+    def begin_prompts(self, requests: Iterable[TargetRequest]) -> None:
+        """Decide anew whether drafts read these prompts as well: more requests may have come since
+        the drafts were attached, or some may have ended.
+        """
+        for request in requests:
+            log = request.features
+            if request.draft is None or log is None or log.end:
+                continue
+            if self.shapes.would_rest(request):
+                self._hold_back(request)
+            elif log.is_held_back:
+                self._state.features.wake(request, at_once=True)
+
+    def _hold_back(self, request: TargetRequest) -> None:
+        """Send no rows of a prompt to its draft until the first tree is wanted."""
+        self._state.features.hold_back(request)
+        if self.shapes.needs_no_rows(request):
+            self._state.features.keep_none(request)
 
     def take_credit(self, request: TargetRequest) -> None:
         peer, trees = request.draft, request.peer_trees

@@ -119,6 +119,7 @@ class Pipeline:
             runner.sampler.start(request)
         if plan.is_empty:
             return None
+        source.begin_prompts([work.request for work in plan.prefills if not work.start])
         timer = self.state.recorder.step(request.request_id for request in plan.verifies)
         batch = runner.pack(plan, source)
         timer.host("pack")

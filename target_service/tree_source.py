@@ -11,7 +11,7 @@ is not overridden does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -54,6 +54,9 @@ class TreeSource:
 
     def lose(self, channel: PeerChannel) -> None:
         """Leave the memory of a draft whose channel has ended, and whose requests have none."""
+
+    def begin_prompts(self, requests: Iterable[TargetRequest]) -> None:
+        """Note that the next step has the first rows of these requests' prompts."""
 
     def take_credit(self, request: TargetRequest) -> None:
         """Order the trees of the request's credit from now on, if its draft is attached."""

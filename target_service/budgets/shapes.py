@@ -33,11 +33,11 @@ _SETTLING_ROUNDS = 4
 class TreeShapes:
     """Gives every tree the shape that its request's credit names."""
 
-    def begin(self, request: TargetRequest) -> bool:
-        """Note that a draft was attached to a request.
+    def begin(self, request: TargetRequest) -> None:
+        """Note that a draft was attached to a request."""
 
-        Returns: Whether the request is likely to rest at first.
-        """
+    def would_rest(self, request: TargetRequest) -> bool:
+        """Return whether a request whose prompt is being read is likely to rest at first."""
         return False
 
     def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
@@ -142,10 +142,14 @@ class BudgetedShapes(TreeShapes):
         self._has_decided = False  # in `of`, since orders of this step began
         self._num_settling = 0  # next rounds whose times are not learned from
 
-    def begin(self, request: TargetRequest) -> bool:
+    def begin(self, request: TargetRequest) -> None:
         if request.req_idx >= 0:
             self._owners[request.req_idx] = None
-        return self._budget.would_rest(self._num_requests)
+
+    def would_rest(self, request: TargetRequest) -> bool:
+        trees = request.peer_trees
+        is_free = trees is None or trees.adapts
+        return is_free and self._budget.would_rest(self._num_requests)
 
     @property
     def _num_requests(self) -> int:

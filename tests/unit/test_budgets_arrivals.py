@@ -41,6 +41,7 @@ class Arrived:
     num_tokens: float = 0.0
     num_missed: int = 0
     num_ordered: int = 0
+    is_begun: bool = False
     first_s: float = 0.0
     ended_s: float = 0.0
 
@@ -80,9 +81,7 @@ class Server:
         coming = sorted(requests, key=lambda one: one.at_s)
         while coming or self.slots:
             while coming and coming[0].at_s <= self.now_s:
-                one = self.slots[self.free.pop()] = coming.pop(0)
-                if self.is_adaptive and self.budget.would_rest(len(self.slots)):
-                    one.num_missed = one.num_prompt
+                self.slots[self.free.pop()] = coming.pop(0)
             if not self.slots:
                 self.now_s = coming[0].at_s
                 continue
@@ -170,6 +169,10 @@ class Server:
         num_read = num_for_drafts = 0
         for _, one in reading:
             count = min(one.num_prompt, left - num_read)
+            if count and not one.is_begun:
+                one.is_begun = True
+                if self.is_adaptive and self.budget.would_rest(len(self.slots)):
+                    one.num_missed = one.num_prompt
             one.num_prompt -= count
             num_read += count
             if (self.rung or self.is_adaptive) and not one.num_missed:

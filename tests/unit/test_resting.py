@@ -18,7 +18,7 @@ from shared.messages import PeerTrees, TreeShape
 from target_service.batch import StepBatch
 from target_service.budgets.shapes import TreeShapes
 from target_service.peer_rounds import PeerRounds
-from target_service.request import TargetRequest
+from target_service.request import Phase, TargetRequest
 from target_service.resting_rows import RestedPath, RestedRows
 from target_service.scheduler import StepPlan
 from target_service.tree_source import TreeSource
@@ -46,7 +46,7 @@ class RestsAtTimes(TreeShapes):
         self._rests_first = rests_first
         self._wanted: dict[str, tuple[int, TreeShape | None]] = {}
 
-    def begin(self, request: TargetRequest) -> bool:
+    def would_rest(self, request: TargetRequest) -> bool:
         return self._rests_first
 
     def needs_no_rows(self, request: TargetRequest) -> bool:
@@ -204,10 +204,50 @@ def test_prompts_are_held_back_where_all_rest(make: Make, *, keeps_none: bool) -
     pair.check_idle()
 
 
+class RestsWhileAsked(TreeShapes):
+    """Always wants trees, and says of prompts whether their requests will rest."""
+
+    rests = False
+
+    def would_rest(self, request: TargetRequest) -> bool:
+        return self.rests
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_what_a_draft_gets_of_a_prompt_is_decided_when_that_is_read(
+    make: Make, *, rests: bool
+) -> None:
+    """Not when the draft attaches, which is before there is room for the request."""
+    target, draft, _ = make("eagle3", max_num_requests=1, prefill_chunk_len=16)
+    requests = [
+        replace(r, prompt=random_tokens(random.Random(i), 50), max_new_tokens=12)
+        for i, r in enumerate(requests_of(2, 2, LARGEST))
+    ]
+    expected = plain_of(target, requests)
+    assert isinstance(target.source, PeerRounds)
+    target.source.shapes = shapes = RestsWhileAsked()
+    pair = DevicePair(target, draft, adapts=True)
+    shapes.rests = not rests
+    for request in requests:
+        pair.open(request)
+    waiting = target.requests[requests[1].request_id]
+    while waiting.draft is None:
+        pair.step()
+    assert waiting.req_idx < 0 and waiting.features is not None
+    assert waiting.features.is_held_back is not rests
+    shapes.rests = rests
+    while waiting.phase is not Phase.PREFILL:
+        pair.step()
+    assert waiting.features.is_held_back is rests
+    pair.finish()
+    check(requests, expected)
+    pair.check_idle()
+
+
 class NeverWanted(TreeShapes):
     """Wants no trees, and none later."""
 
-    def begin(self, request: TargetRequest) -> bool:
+    def would_rest(self, request: TargetRequest) -> bool:
         return True
 
     def of(self, request: TargetRequest, credit: PeerTrees) -> TreeShape | None:
