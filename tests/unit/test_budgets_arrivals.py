@@ -279,6 +279,17 @@ def test_a_batch_of_texts_that_differ_is_near_the_best_shape(count: int, ease: f
     assert np.mean(rates) >= (0.93 if (count, ease) == (256, 0.6) else 0.98) * best
 
 
+@pytest.mark.parametrize(("count", "ease"), [(128, 0.5), *exhaustive([(256, 0.55)])])
+def test_a_batch_whose_trees_bring_next_to_nothing_is_as_fast_as_plain(
+    count: int, ease: float
+) -> None:
+    """Once that is known: drafts do not read its prompts either, though they come at once."""
+    plain = decode_rate(Server(ease=ease, spread=0.14), count)
+    adaptive = Server(ease=ease, spread=0.14, is_adaptive=True)
+    rates = [decode_rate(adaptive, count) for _ in range(4)]
+    assert np.mean(rates[1:]) >= 0.98 * plain
+
+
 @pytest.mark.parametrize("count", [128, *exhaustive([256])])
 def test_many_prompts_are_read_without_trees_which_come_when_they_have_been(count: int) -> None:
     """Beside prompts trees bring less than none, and drafts catch up in a few rounds."""
