@@ -6,8 +6,8 @@ Rows by position:
     [start, end)      retained
     [next, end)       not sent to the subscriber yet; next < start: a gap that replay closes first
 
-While a request rests, its new rows are kept in resting_rows.py instead. If its trees would never
-pay, they are kept nowhere, and all of them are replayed if the request wakes after all.
+While a request rests, its new rows are kept in resting_rows.py instead. If nobody is likely to want
+them, they are kept nowhere, and all of them are replayed if the request wakes after all.
 """
 
 from __future__ import annotations

@@ -32,10 +32,9 @@ DECISION_ROUNDS = 4
 # Hysteresis: the share of tokens per second that a change must add. Larger on a CPU, where times of
 # rounds scatter because other processes use the cores as well.
 _FAVOUR, _FAVOUR_CPU = 0.02, 0.1
-# The share that trees must add over no trees at all, or drafts do not read new prompts; and that
-# they must add to begin, and to go on. Beside what a round without prompts takes, drafts have
-# prompts to read, and requests with trees end one by one, those of a batch without them together.
-_FAVOUR_PROMPTS = 0.05
+# The share that trees must add over no trees at all, or drafts do not read new prompts and, on a
+# GPU, all rest; and where there are trees already. Beside what a round without prompts takes,
+# drafts have prompts to read, and requests with trees end one by one, those without them together.
 _LEAST_GAIN, _LEAST_KEPT_GAIN = 0.05, 0.03
 # One decision in so many has no hysteresis: what a single request loses by keeping a bad rung is
 # below the threshold, which is a share of the tokens of all requests.
@@ -129,7 +128,7 @@ class TreeBudget:
         if known is None or known[0] != era:
             classes = np.full(num_requests, self.acceptance.mean_class)
             caps = np.full(num_requests, len(self.costs.rows) - 1)
-            favour = max(self._favour, _FAVOUR_PROMPTS)
+            favour = max(self._favour, _LEAST_GAIN)
             deal = self._dealer.deal(classes, caps, np.zeros_like(caps), favour=favour)
             known = self._forecasts[count] = era, deal
         return known[1]
@@ -206,8 +205,7 @@ class TreeBudget:
             staying = self._deal(slots, lower_caps, fixed, num_coming)
             if not pays_back(deal, staying, missed, num_left, self.costs):
                 caps, deal = lower_caps, staying
-        if deal.limit and not self._is_worthwhile(slots, deal, fixed):
-            deal = Deal(np.zeros_like(deal.rungs), 0, deal.tokens_per_s)
+        deal = self._unless_little(deal, slots, fixed)
         self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST
         if deal.limit:
             if self._tries_plain(deal, fixed, num_coming):
@@ -228,14 +226,15 @@ class TreeBudget:
         rests_for_long = self._rests_for_long(len(slots) + fixed.num_requests)
         self.needs_no_rows[slots] = not deal.limit and (rests_for_long | self._are_hopeless(slots))
 
-    def _is_worthwhile(self, slots: Ints, deal: Deal, fixed: FixedRounds) -> bool:
-        """Return whether the trees of a deal bring enough more than none, where no others grow."""
-        if fixed.num_trees or not self.costs.is_padded:
-            return True
-        least_gain = _LEAST_KEPT_GAIN if self._limit else _LEAST_GAIN
+    def _unless_little(self, deal: Deal, slots: Ints, fixed: FixedRounds) -> Deal:
+        """Return a deal, or no trees if these bring little more on a GPU that grows no others."""
+        if not deal.limit or fixed.num_trees or not self.costs.is_padded:
+            return deal
         classes, none = self.acceptance.classes(slots), np.zeros_like(deal.rungs)
-        least = (1 + least_gain) * self._dealer.tokens_per_s(classes, none, fixed)
-        return self._dealer.tokens_per_s(classes, deal.rungs, fixed) >= least
+        rest_per_s = self._dealer.tokens_per_s(classes, none, fixed)
+        gain = self._dealer.tokens_per_s(classes, deal.rungs, fixed) / rest_per_s - 1
+        is_little = gain < (_LEAST_KEPT_GAIN if self._limit else _LEAST_GAIN)
+        return Deal(none, 0, rest_per_s) if is_little else deal
 
     def _tries_plain(self, deal: Deal, fixed: FixedRounds, num_coming: int) -> bool:
         """Return whether the next rounds have no trees, to learn what such rounds take."""
