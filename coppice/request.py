@@ -144,6 +144,8 @@ def build_request(prompt: str | None, options: RequestOptions) -> pb.GenerateReq
     token_ids = options.get("token_ids")
     if (prompt is None) == (token_ids is None):
         raise InvalidArgumentError("give either a prompt or token_ids", field="prompt")
+    if not isinstance(prompt, str | None):
+        raise InvalidArgumentError("a prompt is a str; ids are token_ids=[..]", field="prompt")
 
     def given(names: Sequence[str]) -> dict[str, object]:
         return {name: options[name] for name in names if options.get(name) is not None}  # type: ignore[literal-required]
