@@ -458,7 +458,8 @@ def _take_rows_kernel(
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     in_row = column < WIDTH
     posted = ((half * num_slots + slot) * MAX_PATH + step) * WIDTH
-    feature = tl.load(rows_ptr + posted + column, mask=in_row & is_taken, other=0.0, volatile=True)
+    is_read = in_row & is_taken & (slot >= 0)
+    feature = tl.load(rows_ptr + posted + column, mask=is_read, other=0.0, volatile=True)
     row = request * path_width + step
     tl.store(features_ptr + row * WIDTH + column, feature, mask=in_row & (slot >= 0))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import random
 import time
 
@@ -26,6 +28,18 @@ def word(round_tag: int, length: int, token: int) -> int:
 def on_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host that kernels reach."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def guarded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host right behind memory that nobody may read."""
+    if device.type == "cuda":
+        return on_host(tensor, device)
+    num_bytes = tensor.numel() * tensor.element_size()
+    memory = mmap.mmap(-1, mmap.PAGESIZE + num_bytes)
+    view = torch.frombuffer(memory, dtype=torch.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert not libc.mprotect(ctypes.c_void_p(view.data_ptr()), ctypes.c_size_t(mmap.PAGESIZE), 0)
+    return view[mmap.PAGESIZE :].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def mailbox(num_slots: int, device: torch.device) -> torch.Tensor:
@@ -265,9 +279,9 @@ def test_rows_of_the_path_are_taken(
     device: torch.device, path_width: int, width: int, dtype: torch.dtype
 ) -> None:
     rng = random.Random(path_width)
-    num_slots, slot, round_tag = 5, [3, -1, 0, 4], [6, 1, 2**TAG_BITS - 1, 4]
-    length = [path_width, 0, 1, 0]
-    rows = on_host(torch.randn(2, num_slots, MAX_PATH, width).to(dtype), device)
+    num_slots, slot, round_tag = 5, [3, -1, 0, 4], [6, 2, 2**TAG_BITS - 1, 4]
+    length = [path_width, 1, 1, 0]
+    rows = guarded(torch.randn(2, num_slots, MAX_PATH, width).to(dtype), device)
     taken = torch.full((4, 1 + MAX_PATH), POISON, dtype=torch.int32)
     taken[:, 0] = torch.tensor(length)
     total = 4 * path_width
