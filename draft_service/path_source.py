@@ -69,8 +69,8 @@ class PathSource:
         """Return whether the device can post trees for the target at a channel."""
         return False
 
-    def shares_gpu(self, channel: PeerChannel) -> bool:
-        """Return whether such a target's device is this one."""
+    def streams_wait(self, channel: PeerChannel) -> bool:
+        """Return whether streams wait for words of such a target, and no kernel does."""
         return False
 
     def place_tree(

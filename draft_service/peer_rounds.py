@@ -156,7 +156,7 @@ class PeerRounds:
                     has_mailbox=self._source.has_mailbox(channel),
                     num_tokens=len(request.tokens),
                     protocol_version=PROTOCOL_VERSION,
-                    shares_gpu=self._source.shares_gpu(channel),
+                    streams_wait=self._source.streams_wait(channel),
                 )
             )
         if request.features is not None:

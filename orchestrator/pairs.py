@@ -1,8 +1,9 @@
-"""Which drafts cannot work with which targets; each is logged once."""
+"""Which drafts cannot work with which targets, each of which is logged once; and whose own they are."""
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 
 from orchestrator.pairing import pair_problem
@@ -19,6 +20,7 @@ class Pairs:
         """(target address, draft address) -> why they cannot work together."""
         self.unpaired: dict[str, str] = {}
         """Address of each draft that fits no target, though there are targets -> why."""
+        self._owners: dict[str, str] = {}  # draft address -> target address
         self._logged: dict[str, str] = {}  # as `unpaired`, and kept while there is no target
 
     def update(self, targets: Sequence[WorkerSession], drafts: Sequence[WorkerSession]) -> None:
@@ -38,7 +40,36 @@ class Pairs:
                     logger.error(
                         "draft %s cannot draft for target %s: %s", draft.address, target, problem
                     )
+        self._owners = self._owners_of(targets, drafts)
         self._log(targets, drafts)
+
+    def is_own(self, target: str, draft: str) -> bool:
+        """Return whether a draft is for a target's requests first; both are addresses.
+
+        A step waits for all its trees, so it is best if they come from one draft, and a draft that
+        works for one target need not do so for others. So where a host has at least as many drafts
+        as targets, each draft is one target's own, the same in every process.
+        """
+        return self._owners.get(draft) == target
+
+    def _owners_of(
+        self, targets: Sequence[WorkerSession], drafts: Sequence[WorkerSession]
+    ) -> dict[str, str]:
+        alike: dict[tuple[str, ...], list[str]] = defaultdict(list)  # targets, by drafts
+        for target in targets:
+            fitting = [
+                draft.address
+                for draft in drafts
+                if draft.host == target.host
+                and (target.address, draft.address) not in self.problems
+            ]
+            alike[tuple(sorted(fitting))].append(target.address)
+        return {
+            draft: sorted(group)[turn % len(group)]
+            for fitting, group in alike.items()
+            if len(fitting) >= len(group)
+            for turn, draft in enumerate(fitting)
+        }
 
     def _log(self, targets: Sequence[WorkerSession], drafts: Sequence[WorkerSession]) -> None:
         logged = self._logged

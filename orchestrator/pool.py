@@ -259,8 +259,8 @@ class WorkerPool:
         """Return a draft that fits the target and has room, if there is one.
 
         One on the target's own GPU goes first: each works while the other waits for it. Then one
-        beside it: what they share in memory is faster than any network. Of several the least
-        loaded one.
+        beside it: what they share in memory is faster than any network. Of several the target's own
+        (`Pairs.is_own`), then the least loaded one.
         """
         return min(
             self._drafts_for(target),
@@ -268,6 +268,7 @@ class WorkerPool:
                 draft.address in avoid,
                 not target.info.gpu or draft.info.gpu != target.info.gpu,
                 draft.host != target.host,
+                not self.pairs.is_own(target.address, draft.address),
                 draft.num_requests,
                 -draft.free_share,
             ),

@@ -42,7 +42,7 @@ class MailboxUse:
         paths_from: While the draft joins: first round whose path is posted. Earlier rounds were
             launched before the request had tags.
         joins_until: If the draft has not joined by this round, rounds wait for the draft's host.
-        shares_gpu: Draft and target share a GPU: streams wait for trees, no kernel does.
+        streams_wait: Streams wait for trees, no kernel does.
     """
 
     tag_base: int | None = None
@@ -55,7 +55,7 @@ class MailboxUse:
     resumes_at: int = 0
     paths_from: int = 0
     joins_until: int = 0
-    shares_gpu: bool = False
+    streams_wait: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

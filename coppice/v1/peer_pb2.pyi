@@ -109,22 +109,22 @@ class TreeBatch(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., target_epochs: _Optional[_Iterable[int]] = ..., draft_epochs: _Optional[_Iterable[int]] = ..., round_idx: _Optional[_Iterable[int]] = ..., seq_lens: _Optional[_Iterable[int]] = ..., num_nodes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent_index: _Optional[_Iterable[int]] = ..., times: _Optional[_Mapping[int, _tree_pb2.AnswerTimes]] = ..., is_overlapped: _Optional[bool] = ..., num_targets: _Optional[int] = ...) -> None: ...
 
 class PeerAttach(_message.Message):
-    __slots__ = ("request_id", "target_epoch", "draft_epoch", "has_mailbox", "num_tokens", "protocol_version", "shares_gpu")
+    __slots__ = ("request_id", "target_epoch", "draft_epoch", "has_mailbox", "num_tokens", "protocol_version", "streams_wait")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DRAFT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     HAS_MAILBOX_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    SHARES_GPU_FIELD_NUMBER: _ClassVar[int]
+    STREAMS_WAIT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     target_epoch: int
     draft_epoch: int
     has_mailbox: bool
     num_tokens: int
     protocol_version: int
-    shares_gpu: bool
-    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., has_mailbox: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., shares_gpu: _Optional[bool] = ...) -> None: ...
+    streams_wait: bool
+    def __init__(self, request_id: _Optional[str] = ..., target_epoch: _Optional[int] = ..., draft_epoch: _Optional[int] = ..., has_mailbox: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., streams_wait: _Optional[bool] = ...) -> None: ...
 
 class PeerDetach(_message.Message):
     __slots__ = ("request_id", "target_epoch", "draft_epoch")

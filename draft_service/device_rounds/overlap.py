@@ -81,7 +81,7 @@ class OverlapRunner:
             self._kept_hidden.copy_(self._runner.last_hidden)
         self._stop.zero_()
         timer.host("pack")
-        if mailboxes[0].shares_gpu:  # one path stands for all: they are posted together
+        if mailboxes[0].streams_wait:  # one path stands for all: they are posted together
             first = trees[0]
             self._stream_waits.wait(mailboxes[0].paths[:, 0], [first.slot], [first.round_tag])
         self._deferred = lambda: self._launch(paths, extend, grow, timer)
@@ -151,7 +151,7 @@ class OverlapRunner:
         """
         runner = self._runner
         num_reqs = len(paths.round_tag)
-        is_awaited = paths.mailboxes[0].shares_gpu  # by the stream
+        is_awaited = paths.mailboxes[0].streams_wait  # by the stream
         taken = take_paths(
             [mailbox.paths for mailbox in paths.mailboxes],
             paths.mailbox_idx,

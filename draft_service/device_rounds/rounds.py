@@ -99,7 +99,7 @@ class DeviceRounds(PathSource):
                 device=self._pool.device,
                 gpu_is_shared=self._gpu_is_shared,
             )
-            if mailbox.shares_gpu:
+            if mailbox.streams_wait:
                 check_stream_waits(mailbox.paths)
         except FileNotFoundError:
             return  # a target without one, which is no fault
@@ -139,9 +139,9 @@ class DeviceRounds(PathSource):
     def has_mailbox(self, channel: PeerChannel) -> bool:
         return channel in self._mailboxes
 
-    def shares_gpu(self, channel: PeerChannel) -> bool:
+    def streams_wait(self, channel: PeerChannel) -> bool:
         mailbox = self._mailboxes.get(channel)
-        return mailbox is not None and mailbox.shares_gpu
+        return mailbox is not None and mailbox.streams_wait
 
     def place_tree(
         self,
@@ -177,11 +177,11 @@ class DeviceRounds(PathSource):
         mailboxes = [self._mailbox_of(request) for request in ready]
         # One launch takes rows of one dtype from a few mailboxes; other requests wait for orders. A
         # stream can wait for one target on its own GPU, a kernel for several on other GPUs.
-        dtype, shares_gpu = mailboxes[0].dtype, mailboxes[0].shares_gpu
+        dtype, streams_wait = mailboxes[0].dtype, mailboxes[0].streams_wait
         alike = [
-            id(own) for own in mailboxes if own.dtype == dtype and own.shares_gpu == shares_gpu
+            id(own) for own in mailboxes if own.dtype == dtype and own.streams_wait == streams_wait
         ]
-        served = list(dict.fromkeys(alike))[: 1 if shares_gpu else MAX_MAILBOXES]
+        served = list(dict.fromkeys(alike))[: 1 if streams_wait else MAX_MAILBOXES]
         return [r for r, own in zip(ready, mailboxes, strict=True) if id(own) in served]
 
     def launch_ahead(

@@ -36,7 +36,7 @@ class LentRows:
     def offer(self, socket_name: str, mailbox: MailboxEnd) -> RowsOffer | None:
         """Return what to offer a target; None: nothing, its rows come through its mailbox."""
         self._free_of_dead()
-        if mailbox.rows is None or not mailbox.is_on_other_gpu:
+        if mailbox.rows is None or not mailbox.may_lend_rows:
             return None
         num_bytes = mailbox.rows.nbytes
         lent = self._by_target.get(socket_name)

@@ -43,7 +43,7 @@ class PeerAttach:
         has_mailbox: The draft's device posts its trees to the target's mailbox as well.
         num_tokens: Tokens of the request that the draft has.
         protocol_version: Of the draft.
-        shares_gpu: With `has_mailbox`: its device is the target's.
+        streams_wait: With `has_mailbox`: streams wait for its words, no kernel does.
     """
 
     request_id: RequestId
@@ -52,7 +52,7 @@ class PeerAttach:
     has_mailbox: bool = False
     num_tokens: Count = 0
     protocol_version: Count = 0
-    shares_gpu: bool = False
+    streams_wait: bool = False
 
 
 @message(peer_pb2.PeerDetach)

@@ -110,10 +110,11 @@ class MailboxEnd:
     """[2, num_slots, 8, width] of dtype; None if width is 0."""
     num_slots: int
     dtype: torch.dtype | None
-    shares_gpu: bool = False
-    """The target is on the draft's GPU: streams wait, no kernel does (see stream_waits.py)."""
-    is_on_other_gpu: bool = False
-    """The target is on another GPU: `rows` may give way to memory of the draft's GPU."""
+    streams_wait: bool = False
+    """Workers share the GPU of the target or of the draft: streams wait, no kernel does (see
+    stream_waits.py)."""
+    may_lend_rows: bool = False
+    """Each of the two has a GPU of its own: `rows` may give way to memory of the draft's GPU."""
 
 
 def open_mailbox(
@@ -130,8 +131,7 @@ def open_mailbox(
         width: Of the feature rows that the draft reads; 0: none.
         gpu_is_shared: Other workers have the draft's GPU, too.
     Raises: OSError if there is none, it is of another version or width, its target is on a GPU that
-        would wait for a CPU, or on another GPU than the draft and either of the two is shared, or
-        CUDA cannot register it.
+        would wait for a CPU, or CUDA cannot register it.
     """
     fd = MAILBOXES.open(directory, mailbox_name(socket_name), is_writable=True)
     try:
@@ -141,24 +141,20 @@ def open_mailbox(
         gpu = gpu_uuid(device)
         if header.gpu and not gpu:
             raise OSError("its target is on a GPU, which would wait for a CPU")
-        is_on_other_gpu = bool(gpu and header.gpu) and header.gpu != gpu
-        if is_on_other_gpu and (gpu_is_shared or header.gpu_is_shared):
-            raise OSError(
-                "its target is on another GPU, and kernels that wait hold up the workers "
-                "that share a GPU"
-            )
         memory = mmap.mmap(fd, header.num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         os.close(fd)
     trees, paths, rows = _tensors_in(memory, header, device)
+    # Workers that share a GPU may be clients of MPS, which maps no memory of processes that are not.
+    is_shared = header.gpu == gpu or gpu_is_shared or header.gpu_is_shared
     return MailboxEnd(
         trees=trees,
         paths=paths,
         rows=rows,
         num_slots=header.num_slots,
         dtype=header.dtype,
-        shares_gpu=bool(gpu) and header.gpu == gpu,
-        is_on_other_gpu=is_on_other_gpu,
+        streams_wait=bool(gpu) and is_shared,
+        may_lend_rows=bool(gpu) and not is_shared,
     )
 
 

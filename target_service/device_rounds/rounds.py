@@ -95,7 +95,7 @@ class DeviceRounds(PeerRounds):
             if use.launched_round > request.round_idx and use.tag_base is not None:
                 tag = tag_of(use.tag_base, use.launched_round)
                 self._given_up[use.slot] = tag
-                if use.shares_gpu:
+                if use.streams_wait:
                     self._stream_waits.end(self._first_nodes, use.slot, tag)
 
     def order_next(
@@ -164,7 +164,7 @@ class DeviceRounds(PeerRounds):
         host["round_tag"][:] = list(map(_round_tag, requests))
         host["is_behind"][:] = [request.num_in_flight for request in requests]
         shapes = [r.queued.shape for r in requests if isinstance(r.queued, DeviceTree)]
-        awaited = {r.req_idx: _round_tag(r) for r in requests if _shares_gpu(r)}
+        awaited = {r.req_idx: _round_tag(r) for r in requests if _streams_wait(r)}
         return MailboxTrees(
             words=self.mailbox.trees,
             **device,
@@ -246,7 +246,7 @@ class DeviceRounds(PeerRounds):
     # --- orders through the mailbox --------------------------------------------------------------
 
     def _mailbox_use(self, message: PeerAttach) -> MailboxUse | None:
-        return MailboxUse(shares_gpu=message.shares_gpu) if message.has_mailbox else None
+        return MailboxUse(streams_wait=message.streams_wait) if message.has_mailbox else None
 
     def _is_launched(self, request: TargetRequest, round_idx: int) -> bool:
         use = _mailbox_use_of(request)
@@ -304,7 +304,7 @@ class DeviceRounds(PeerRounds):
             # Random, so that no earlier holder of the slot had these tags; and small enough that
             # the request's tags count up.
             use.tag_base = secrets.randbelow(NUM_TAGS // 2)
-            if use.shares_gpu:  # words of later rounds would end a wait
+            if use.streams_wait:  # words of later rounds would end a wait
                 self.mailbox.trees[request.req_idx, 1] = 0
                 self.mailbox.paths[request.req_idx, 0] = 0
         return use.tag_base
@@ -335,9 +335,9 @@ def _mailbox_use_of(request: TargetRequest) -> MailboxUse | None:
     return request.draft.mailbox if request.draft is not None else None
 
 
-def _shares_gpu(request: TargetRequest) -> bool:
+def _streams_wait(request: TargetRequest) -> bool:
     use = _mailbox_use_of(request)
-    return use is not None and use.shares_gpu
+    return use is not None and use.streams_wait
 
 
 def _round_tag(request: TargetRequest) -> int:

@@ -329,7 +329,7 @@ def test_an_offer_says_what_it_is_and_is_the_same_again(ends: Ends) -> None:
 
 def test_nothing_is_offered_where_rows_are_none_or_at_hand(ends: Ends) -> None:
     assert ends.draft.offer(LINK, replace(ends.end, rows=None)) is None
-    near = replace(ends.end, is_on_other_gpu=False, shares_gpu=True)
+    near = replace(ends.end, may_lend_rows=False, streams_wait=True)
     assert ends.draft.offer(LINK, near) is None and ends.lent == []
 
 

@@ -60,7 +60,7 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     def open_shared(*args: Any, **options: Any) -> MailboxEnd:
-        return replace(open_mailbox(*args, **options), shares_gpu=True)
+        return replace(open_mailbox(*args, **options), streams_wait=True)
 
     gpu = Gpu()
     monkeypatch.setattr(draft_rounds, "open_mailbox", open_shared)
@@ -103,7 +103,7 @@ def test_who_is_cancelled_holds_nobody_up(make: Make, gpu: Gpu) -> None:
     assert isinstance(target.source, DeviceRounds)
     held = target.requests[requests[0].request_id]
     use = held.draft.mailbox if held.draft is not None else None
-    assert use is not None and use.shares_gpu
+    assert use is not None and use.streams_wait
     pair.cancel(requests[0])
     while pair.step():
         pass

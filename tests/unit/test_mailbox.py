@@ -323,8 +323,8 @@ def test_a_draft_knows_whether_its_target_is_on_the_same_gpu(
     near = join(folder, device=GPU)
     runtime.uuid = "GPU-1"
     apart = join(folder, device=GPU)
-    assert (near.shares_gpu, near.is_on_other_gpu) == (True, False)
-    assert (apart.shares_gpu, apart.is_on_other_gpu) == (False, True)
+    assert (near.streams_wait, near.may_lend_rows) == (True, False)
+    assert (apart.streams_wait, apart.may_lend_rows) == (False, True)
     target.close()
 
 
@@ -332,20 +332,20 @@ def test_a_draft_knows_whether_its_target_is_on_the_same_gpu(
 def test_no_kernel_waits_for_another_gpu_where_workers_share_one(
     folder: Path, runtime: FakeRuntime, who: str
 ) -> None:
-    """It would hold up what the others compute there."""
+    """It would hold up what the others compute there, so streams wait. Rows go through the host."""
     target = make(folder, device=GPU, gpu_is_shared=who == "target")
     is_draft = who == "draft"
-    assert join(folder, device=GPU, gpu_is_shared=is_draft).shares_gpu, "it waits by its stream"
+    assert join(folder, device=GPU, gpu_is_shared=is_draft).streams_wait, "it waits by its stream"
     runtime.uuid = "GPU-1"
-    with pytest.raises(OSError, match="share a GPU"):
-        join(folder, device=GPU, gpu_is_shared=is_draft)
+    apart = join(folder, device=GPU, gpu_is_shared=is_draft)
+    assert apart.streams_wait and not apart.may_lend_rows
     target.close()
 
 
 def test_cpus_share_no_gpu(folder: Path) -> None:
     target = make(folder)
     draft = join(folder)
-    assert not draft.shares_gpu and not draft.is_on_other_gpu
+    assert not draft.streams_wait and not draft.may_lend_rows
     target.close()
 
 
@@ -393,7 +393,7 @@ def test_a_gpu_reads_and_writes_it(folder: Path, monkeypatch: pytest.MonkeyPatch
     on_gpu = target.trees.to(GPU)
     target.paths.copy_(on_gpu[:, :8])
     assert draft.paths[1].tolist() == list(range(8))
-    assert not draft.shares_gpu and join(folder, device=GPU).shares_gpu
+    assert not draft.streams_wait and join(folder, device=GPU).streams_wait
     data = target.trees[:1, :1].view(torch.uint8).numpy()
     with pytest.raises(OSError, match="CUDA cannot register"):
         mailbox_module._register(data, mmap.mmap(-1, 1), GPU)

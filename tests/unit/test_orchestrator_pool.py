@@ -407,6 +407,29 @@ def test_a_draft_on_the_targets_gpu_goes_before_an_idle_one_beside() -> None:
     assert pool.pick_draft(targets[1], frozenset({"d1"})) is drafts[0]
 
 
+def test_each_target_has_drafts_of_its_own_where_there_are_enough() -> None:
+    """A step then waits for one draft, and no draft works for a second target."""
+    pool = WorkerPool()
+    targets = [target(f"10.0.0.1:{port}") for port in (50002, 50001)]
+    drafts = [draft(f"10.0.0.1:{port}", gpu="GPU-9") for port in (50013, 50011, 50012)]
+    first, second, third = sorted(drafts, key=lambda worker: worker.address)
+    for worker in targets:
+        pool.open_target(worker)
+    pool.open_draft(second)
+    assert [pool.pick_draft(each) for each in targets] == [second, second], "too few"
+    for worker in (third, first):
+        pool.open_draft(worker)
+    assert pool.pick_draft(targets[0]) is second, "whichever process asks, and whoever came first"
+    for busy, idle in ((first, third), (third, first)):
+        idle.load, busy.load = WorkerLoad(), WorkerLoad(num_running=1)
+        assert pool.pick_draft(targets[1]) is idle, "of its own the least loaded"
+    second.load = WorkerLoad(num_running=9)
+    assert pool.pick_draft(targets[0]) is second
+    assert pool.pick_draft(targets[0], frozenset({second.address})) is first
+    second.load = WorkerLoad(num_waiting=1)
+    assert pool.pick_draft(targets[0]) is first
+
+
 def test_a_gpu_of_which_nothing_is_known_is_nobodys_own() -> None:
     """As of workers of an older release, or on a CPU: then the host counts."""
     pool = WorkerPool()
