@@ -149,6 +149,7 @@ def create_engine(
         window=window,
         vocab_size=target_config.vocab_size,
         max_batch_rows=max_batch_rows(config, device),
+        is_quantized=bool(stored + quantization),
     )
     if device.type == "cuda":
         progress("compiling kernels", 0.9)

@@ -20,7 +20,7 @@ from shared.kernels.mailbox_words import MAX_PATH
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES, TreeShape
 from shared.models.draft import DraftModel
-from shared.step.buckets import BATCH_BUCKETS, bucket_of, buckets_up_to
+from shared.step.buckets import BATCH_BUCKETS, bucket_of, buckets_up_to, row_buckets_up_to
 from shared.step.graphs import GraphCache
 from shared.step.staging import Staging
 from shared.step.step_timer import StepTimer
@@ -40,6 +40,7 @@ class DraftRunner:
         window: Tokens that a row attends to; 0 = everything.
         vocab_size: Of the target.
         max_batch_rows: Of a step.
+        is_quantized: The model's weights are.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class DraftRunner:
         window: int,
         vocab_size: int,
         max_batch_rows: int,
+        is_quantized: bool,
     ) -> None:
         device = pool.device
         self.model = model
@@ -59,7 +61,9 @@ class DraftRunner:
         self._grower = TreeGrower(model, pool, window=window)
         self.graphs = GraphCache(device)
         self.pads_rows = self.graphs.is_capturing  # then batches are padded to a few sizes
-        self.row_buckets = buckets_up_to(min(max_batch_rows, MAX_EXTEND_ROWS))
+        self.row_buckets = row_buckets_up_to(
+            min(max_batch_rows, MAX_EXTEND_ROWS), is_quantized=is_quantized
+        )
         self.batch_buckets = buckets_up_to(pool.max_num_requests, BATCH_BUCKETS)
         self._ready_shapes: list[TreeShape] = []
         feature_bytes = 4 * model.feature_spec.width  # of the widest dtype

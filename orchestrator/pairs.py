@@ -1,4 +1,4 @@
-"""Which drafts cannot work with which targets, each of which is logged once; and whose own they are."""
+"""Which drafts cannot work with which targets, each logged once, and whose own drafts are."""
 
 from __future__ import annotations
 

@@ -86,14 +86,22 @@ def load_target(config: TargetConfig, progress: ProgressCallback) -> LoadedTarge
     progress("allocating the KV pool", LOADED)
     pool, context_len = make_pool(config, model_config, kv_dtype, device)
     step_rows = max_batch_rows(config, device)
-    runner = TargetRunner(model, pool, features, max_batch_rows=step_rows, projection=projection)
+    quantization = model_config.quantization + quantization
+    runner = TargetRunner(
+        model,
+        pool,
+        features,
+        max_batch_rows=step_rows,
+        projection=projection,
+        is_quantized=bool(quantization),
+    )
     return LoadedTarget(
         directory=directory,
         model_hash=model_hash,
         model_config=model_config,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        quantization=model_config.quantization + quantization,
+        quantization=quantization,
         runner=runner,
         context_len=context_len,
     )

@@ -14,7 +14,7 @@ from shared.messages import MAX_TREE_NODES, FeatureSpec
 from shared.models.config import ModelConfig
 from shared.models.eagle3 import FeatureProjection
 from shared.models.llama import CausalLM
-from shared.step.buckets import buckets_up_to
+from shared.step.buckets import row_buckets_up_to
 from shared.step.graphs import GraphCache
 from shared.step.read_back import PendingRead, ReadBack, ReadClock
 from shared.step.staging import Staging
@@ -46,6 +46,7 @@ class TargetRunner:
         features: What to capture for a draft.
         max_batch_rows: Of a step.
         projection: Of captured rows; None: they are sent as they are.
+        is_quantized: The model's weights are.
         newest_slot: [max_num_requests + 1] i64, logical slot of the newest token of every request
             as far as the device has come, by row of the page table; the last is a spare.
     """
@@ -58,6 +59,7 @@ class TargetRunner:
         *,
         max_batch_rows: int,
         projection: FeatureProjection | None,
+        is_quantized: bool,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -69,7 +71,9 @@ class TargetRunner:
         self.features = features
         self._projection = projection
         # A step of one tree alone may have more rows than the others.
-        self.row_counts = buckets_up_to(max(max_batch_rows, MAX_TREE_NODES))
+        self.row_counts = row_buckets_up_to(
+            max(max_batch_rows, MAX_TREE_NODES), is_quantized=is_quantized
+        )
         """What rows are padded to, if they are padded."""
         num_bytes = self.row_counts[-1] * _BYTES_PER_ROW + _STAGED_BYTES
         self.extend_staging = Staging(pool.device, num_bytes)

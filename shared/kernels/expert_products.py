@@ -37,7 +37,6 @@ from shared.kernels.expert_tiles import (
     up_tiles,
 )
 from shared.kernels.fp8_rows import ProductRows, RowOperand, row_operand, rows_of
-from shared.kernels.linear_swiglu import gelu_argument
 from shared.kernels.mxfp4 import MXFP4_BLOCK, NUM_PARTS, from_mxfp4
 from shared.kernels.quantized import (
     SCALE_BLOCK,
@@ -48,6 +47,7 @@ from shared.kernels.quantized import (
     scale_rows,
     scale_sum,
 )
+from shared.kernels.swiglu_blocks import gelu_argument
 
 _PART, _PARTS = tl.constexpr(MXFP4_BLOCK), tl.constexpr(NUM_PARTS)
 _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)

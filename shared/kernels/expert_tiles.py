@@ -13,10 +13,10 @@ from shared.kernels import linear_swiglu, linear_tiles
 from shared.kernels.expert_products_cpu import KernelWeights
 from shared.kernels.fp8_experts import QuantizedExperts
 from shared.kernels.fp8_rows import becomes_fp8
-from shared.kernels.linear import blocks_of
 from shared.kernels.linear_tiles import INTERPRETED_TILES, SQUARE_TILES, Tiles
 from shared.kernels.mxfp4 import MXFP4_BLOCK, WORDS_K, Mxfp4Weights
 from shared.kernels.quantized import fp8_operands
+from shared.kernels.tensor_blocks import blocks_of
 
 # Pairs have programs of their own while hardly any two of them share an expert.
 _EXPERTS_PER_PAIR = 4

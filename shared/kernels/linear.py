@@ -15,14 +15,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.nn import functional
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shared.kernels.balanced_tiles import Deal, handover
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, use_triton
 from shared.kernels.fp8_rows import ProductRows, becomes_fp8, row_operand, rows_of
 from shared.kernels.int4 import SPLIT_MULTIPLE, Int4Weight
+from shared.kernels.linear_192 import fits_192, linear_192
 from shared.kernels.linear_balanced import _balanced_linear_kernel
 from shared.kernels.linear_tiles import (
     INTERPRETED_TILES,
@@ -50,6 +49,7 @@ from shared.kernels.quantized import (
     scale_sum,
     values_of,
 )
+from shared.kernels.tensor_blocks import blocks_of
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -296,6 +296,9 @@ def _multiply(
     rows = rows_of(x)
     assert rows.dtype == weight.dtype and rows.shape[1] == weight.shape[1]
     tiles, deal = INTERPRETED_TILES, None
+    if rows.is_cuda and isinstance(weight, torch.Tensor) and fits_192(rows):
+        linear_192(rows, weight, bias, out, splits=splits_of(weight))
+        return
     if rows.is_cuda:
         num_rows, size, shape = len(rows), rows.element_size(), (weight.shape[0], weight.shape[1])
         deal = choose_deal(num_rows, *shape) if size == 2 else None
@@ -387,23 +390,6 @@ def multiply(
         SPLIT_BLOCKS=split_k // tiles.block_k,
         **options,
     )
-
-
-def blocks_of(matrix: torch.Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
-    """Describe a matrix to the unit that copies blocks; what is outside of the matrix reads as 0.
-
-    The unit wants rows that begin at multiples of 16 bytes. Those of every model do; others are
-    copied, with zeros at their ends.
-
-    Args:
-        matrix: [M, K].
-        num_rows, num_columns: Of a block.
-    """
-    unit = 16 // matrix.element_size()
-    is_aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) % unit == 0
-    if not is_aligned or matrix.stride(1) != 1 or matrix.shape[1] % unit:
-        matrix = functional.pad(matrix, (0, -matrix.shape[1] % unit)).contiguous()
-    return TensorDescriptor.from_tensor(matrix, [num_rows, num_columns])
 
 
 def sum_addends_ref(

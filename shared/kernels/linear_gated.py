@@ -12,9 +12,9 @@ import triton.language as tl
 from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, use_triton
 from shared.kernels.linear import linear_addends, sum_addends_block
-from shared.kernels.linear_swiglu import combine
 from shared.kernels.products_cpu import CpuWeight, Weight, linear_cpu
 from shared.kernels.swiglu import Activation, swiglu
+from shared.kernels.swiglu_blocks import combine
 
 
 @triton.jit

@@ -29,7 +29,8 @@ from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, use_triton
 from shared.kernels.fp8_rows import ProductRows, becomes_fp8, row_operand, rows_of
 from shared.kernels.int4 import Int4Weight, add_groups, load_parts, load_scales
-from shared.kernels.linear import blocks_of, linear_addends, splits_of, sum_addends_block
+from shared.kernels.linear import linear_addends, splits_of, sum_addends_block
+from shared.kernels.linear_192 import fits_192, linear_swiglu_192
 from shared.kernels.linear_tiles import INTERPRETED_TILES, Tiles, num_tiles
 from shared.kernels.products_cpu import CpuWeight, Weight, linear_cpu
 from shared.kernels.quantized import (
@@ -40,13 +41,10 @@ from shared.kernels.quantized import (
     load_rows,
     load_weight,
     operands,
-    scale_rows,
-    scale_sum,
 )
-from shared.kernels.swiglu import GELU_A, GELU_B, Activation, swiglu
-
-_GELU_A = tl.constexpr(GELU_A)
-_GELU_B = tl.constexpr(GELU_B)
+from shared.kernels.swiglu import Activation, swiglu
+from shared.kernels.swiglu_blocks import combine, store_swiglu
+from shared.kernels.tensor_blocks import blocks_of
 
 # Of more rows tiles are dealt out evenly: of fewer, what is handed over costs what that saves.
 _MIN_BALANCED_ROWS = 384
@@ -176,58 +174,6 @@ def _add_products(
     return gate, up
 
 
-@triton.jit
-def gelu_argument(gate):
-    """Return y of `swiglu`, by which gelu is gate / (1 + exp(-y))."""
-    return gate * tl.fma(gate * gate, tl.full(gate.shape, _GELU_B, tl.float32), _GELU_A)
-
-
-@triton.jit
-def combine(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Return f(gate) * up, both rounded before and the result after."""
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    inner = gate
-    if ACTIVATION == "gelu_tanh":
-        inner = gelu_argument(gate)
-    return (tl.div_rn(gate, 1.0 + tl.exp(-inner)) * up).to(dtype)
-
-
-@triton.jit
-def _store_swiglu(
-    out_ptr,  # [T, F] mutated
-    scales_ptr,  # see `QuantizedWeight`, unread unless SCALING is "channel"
-    row_scales_ptr,  # [T] f32, unread unless HAS_FP8_ROWS
-    bias_ptr,  # [2 F], unread unless HAS_BIAS
-    gate,
-    up,
-    first_t,
-    first_n,
-    num_rows,
-    width_f,
-    SCALING: tl.constexpr,
-    HAS_FP8_ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    t = first_t + tl.arange(0, BLOCK_T)
-    n = first_n + tl.arange(0, BLOCK_N)
-    in_n = n < width_f
-    in_rows = t < num_rows
-    gate = scale_sum(gate, scales_ptr, n, width_f, SCALING)
-    up = scale_sum(up, scales_ptr + width_f, n, width_f, SCALING)
-    gate = scale_rows(gate, row_scales_ptr, t, in_rows, HAS_FP8_ROWS)
-    up = scale_rows(up, row_scales_ptr, t, in_rows, HAS_FP8_ROWS)
-    if HAS_BIAS:
-        gate += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-        up += tl.load(bias_ptr + width_f + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-    dtype = out_ptr.dtype.element_ty
-    out = combine(gate, up, dtype, ACTIVATION)
-    out_ptrs = out_ptr + t.to(tl.int64)[None, :] * width_f + n[:, None]
-    tl.store(out_ptrs, out, mask=in_rows[None, :] & in_n[:, None])
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_swiglu_kernel(
     x_desc,
@@ -275,7 +221,7 @@ def _linear_swiglu_kernel(
         BLOCK_N,
         BLOCK_K,
     )
-    _store_swiglu(
+    store_swiglu(
         out_ptr,
         scales_ptr,
         row_scales_ptr,
@@ -367,7 +313,7 @@ def _balanced_swiglu_kernel(
             tl.store(values_ptr + BLOCK_N * BLOCK_T + value, up)
             say_it_is_there(word_ptr)
         else:
-            _store_swiglu(
+            store_swiglu(
                 out_ptr,
                 scales_ptr,
                 scales_ptr,
@@ -473,6 +419,9 @@ def linear_swiglu(
         return out
     if _is_narrow(weight):
         _swiglu_of_addends(x, weight, bias, activation, out)
+        return out
+    if rows.is_cuda and isinstance(weight, torch.Tensor) and fits_192(rows):
+        linear_swiglu_192(rows, weight, bias, out, activation)
         return out
     tiles, deal = INTERPRETED_TILES, None
     size = rows.element_size()

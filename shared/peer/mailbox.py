@@ -145,7 +145,7 @@ def open_mailbox(
     finally:
         os.close(fd)
     trees, paths, rows = _tensors_in(memory, header, device)
-    # Workers that share a GPU may be clients of MPS, which maps no memory of processes that are not.
+    # Workers that share a GPU may be clients of MPS, which maps no memory of who is none.
     is_shared = header.gpu == gpu or gpu_is_shared or header.gpu_is_shared
     return MailboxEnd(
         trees=trees,

@@ -22,16 +22,30 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 ROW_BUCKETS = (
-    1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792,
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792,
     2048, 3072, 4096,
 )  # fmt: skip
 # Requests that a draft grows trees for at once.
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
+# Weights in 8 or 4 bits have no tiles for so many rows: a step would take longer than with 256.
+_ONLY_OF_WHOLE_WEIGHTS = 192
+
+
 def buckets_up_to(most: int, buckets: Sequence[int] = ROW_BUCKETS) -> tuple[int, ...]:
     """Return the buckets of an engine whose steps have at most so many rows, the last one."""
     return (*(bucket for bucket in buckets if bucket < most), most)
+
+
+def row_buckets_up_to(most: int, *, is_quantized: bool) -> tuple[int, ...]:
+    """Return the row buckets of an engine whose steps have at most so many rows, the last one.
+
+    Args:
+        is_quantized: The model's weights are.
+    """
+    buckets = [b for b in ROW_BUCKETS if not (is_quantized and b == _ONLY_OF_WHOLE_WEIGHTS)]
+    return buckets_up_to(most, buckets)
 
 
 def bucket_of(count: int, buckets: Sequence[int] = ROW_BUCKETS) -> int | None:

@@ -97,8 +97,9 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_select_nodes_kernel",
     }
     of_hopper = {"_shared_latents_hopper_kernel"}
+    of_192 = {"_linear_192_kernel", "_linear_swiglu_192_kernel"}
     of_halves = {"_balanced_linear_kernel", "_balanced_swiglu_kernel", "_quantize_rows_kernel"}
-    of_halves |= of_hopper
+    of_halves |= of_hopper | of_192
     assert names == of_any_dtype | (of_no_dtype | of_halves if dtype == "bf16" else set())
     # All kernels of attention have the bits of each other's instruction (test_products.py). That of
     # tiles that rows share is compiled for many rows of a request, and for few.
@@ -110,8 +111,8 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         of_experts = ("_expert_swiglu_kernel", "_expert_down_kernel")
         of_weights = ("_linear_kernel", "_linear_swiglu_kernel", *of_experts)
         of_latents = ("_shared_latents_kernel", "_finish_latents_kernel", "_head_linear_kernel")
-        is_balanced = name.startswith("_balanced") or name in of_hopper
-        has_products = is_balanced or name in (*attention, *of_weights, *of_latents)
+        is_of_halves = name.startswith("_balanced") or name in of_hopper | of_192
+        has_products = is_of_halves or name in (*attention, *of_weights, *of_latents)
         assert (products != "none") == (has_products and dtype != "fp32"), name
         assert products in ("none", *attention.get(name, {products})), name
     if dtype != "fp32":

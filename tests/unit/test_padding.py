@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from shared.messages import SamplingParams
-from shared.step.buckets import BATCH_BUCKETS, ROW_BUCKETS, bucket_of, buckets_up_to
+from shared.step.buckets import (
+    BATCH_BUCKETS,
+    ROW_BUCKETS,
+    bucket_of,
+    buckets_up_to,
+    row_buckets_up_to,
+)
 from shared.step.packing import RowBlocks, pack_rows
 from target_service.engine import TargetEngine
 from target_service.phases import TOKEN_IS_KNOWN, ExtendInput, ExtendOutput
@@ -101,13 +107,15 @@ def trees(request: pytest.FixtureRequest, models: Models) -> Trees:
 
 
 def test_buckets_hold_what_they_are_asked_for() -> None:
-    assert [bucket_of(count) for count in (1, 2, 3, 9, 16, 65, 129, 256, 257, 4097)] == [
-        1, 2, 4, 16, 16, 128, 256, 256, 384, None,
+    assert [bucket_of(count) for count in (1, 2, 3, 9, 16, 65, 129, 193, 257, 4097)] == [
+        1, 2, 4, 16, 16, 128, 192, 256, 384, None,
     ]  # fmt: skip
     assert list(ROW_BUCKETS) == sorted(ROW_BUCKETS)
     assert buckets_up_to(5) == (1, 2, 4, 5) and buckets_up_to(8) == (1, 2, 4, 8)
     assert bucket_of(5, buckets_up_to(5)) == 5 and bucket_of(6, buckets_up_to(5)) is None
     assert bucket_of(1, ()) is None
+    assert row_buckets_up_to(256, is_quantized=False)[-3:] == (128, 192, 256)
+    assert row_buckets_up_to(256, is_quantized=True)[-3:] == (64, 128, 256)
     assert buckets_up_to(20, BATCH_BUCKETS) == (1, 2, 4, 8, 16, 20)
 
 
