@@ -101,7 +101,7 @@ class WorkerConfig(ServiceConfig):
     gpu_lease_dir: str = option("", "shared folder for exclusive GPU leases; empty = no lease")
     gpu_is_shared: bool = option(
         default=False,
-        help="other workers have the same GPU: no kernel waits there for a worker on another one",
+        help="other workers have the same GPU: no kernel waits there for words of another GPU",
     )
     stall_timeout_s: float = option(
         60.0,

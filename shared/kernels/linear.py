@@ -21,7 +21,6 @@ from shared.kernels.dependent_launch import dependent_launch, wait_for_previous
 from shared.kernels.dispatch import count_launch, use_triton
 from shared.kernels.fp8_rows import ProductRows, becomes_fp8, row_operand, rows_of
 from shared.kernels.int4 import SPLIT_MULTIPLE, Int4Weight
-from shared.kernels.linear_192 import fits_192, linear_192
 from shared.kernels.linear_balanced import _balanced_linear_kernel
 from shared.kernels.linear_tiles import (
     INTERPRETED_TILES,
@@ -39,6 +38,7 @@ from shared.kernels.linear_tiles import (
     num_tiles,
     split_width,
 )
+from shared.kernels.linear_two_tiles import fits_two_tiles, linear_two_tiles
 from shared.kernels.products_cpu import CpuWeight, Weight, linear_cpu
 from shared.kernels.quantized import (
     GpuWeight,
@@ -296,8 +296,8 @@ def _multiply(
     rows = rows_of(x)
     assert rows.dtype == weight.dtype and rows.shape[1] == weight.shape[1]
     tiles, deal = INTERPRETED_TILES, None
-    if rows.is_cuda and isinstance(weight, torch.Tensor) and fits_192(rows):
-        linear_192(rows, weight, bias, out, splits=splits_of(weight))
+    if rows.is_cuda and isinstance(weight, torch.Tensor) and fits_two_tiles(rows):
+        linear_two_tiles(rows, weight, bias, out, splits=splits_of(weight))
         return
     if rows.is_cuda:
         num_rows, size, shape = len(rows), rows.element_size(), (weight.shape[0], weight.shape[1])

@@ -30,8 +30,8 @@ from shared.kernels.dispatch import count_launch, use_triton
 from shared.kernels.fp8_rows import ProductRows, becomes_fp8, row_operand, rows_of
 from shared.kernels.int4 import Int4Weight, add_groups, load_parts, load_scales
 from shared.kernels.linear import linear_addends, splits_of, sum_addends_block
-from shared.kernels.linear_192 import fits_192, linear_swiglu_192
 from shared.kernels.linear_tiles import INTERPRETED_TILES, Tiles, num_tiles
+from shared.kernels.linear_two_tiles import fits_two_tiles, linear_swiglu_two_tiles
 from shared.kernels.products_cpu import CpuWeight, Weight, linear_cpu
 from shared.kernels.quantized import (
     GpuWeight,
@@ -420,8 +420,8 @@ def linear_swiglu(
     if _is_narrow(weight):
         _swiglu_of_addends(x, weight, bias, activation, out)
         return out
-    if rows.is_cuda and isinstance(weight, torch.Tensor) and fits_192(rows):
-        linear_swiglu_192(rows, weight, bias, out, activation)
+    if rows.is_cuda and isinstance(weight, torch.Tensor) and fits_two_tiles(rows):
+        linear_swiglu_two_tiles(rows, weight, bias, out, activation)
         return out
     tiles, deal = INTERPRETED_TILES, None
     size = rows.element_size()

@@ -1,4 +1,4 @@
-"""Let a stream wait for words of a mailbox, where no kernel may: target and draft have one GPU.
+"""Let a stream wait for words of a mailbox, where no kernel may: workers share a GPU.
 
 A kernel that waits keeps its process's turn of the GPU, and who should post the word gets none. A
 stream that waits by a memory operation gives its turn away. CUDA knows no end of such a wait, so

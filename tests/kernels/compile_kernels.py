@@ -22,11 +22,11 @@ from shared.kernels import (
     embedding,
     fp8_rows,
     linear,
-    linear_192,
     linear_balanced,
     linear_gated,
     linear_swiglu,
     linear_tiles,
+    linear_two_tiles,
     logprobs,
     mailbox_growth,
     mailbox_paths,
@@ -124,7 +124,7 @@ def kernels(dtype: str):
                 | {"HAS_BIAS": True, "ACTIVATION": activation},
                 launch_options(square),
             )
-        yield from products_of_192_rows(dtype)
+        yield from products_of_two_tiles(dtype)
     for scaling in ("block", "channel"):
         yield from fp8_products(dtype, scaling)
         if dtype != "fp32":
@@ -257,25 +257,25 @@ def kernels(dtype: str):
         yield from choice_kernels()
 
 
-def products_of_192_rows(dtype: str):
+def products_of_two_tiles(dtype: str):
     """Yield what multiplies 129 to 192 rows."""
-    values, options = f"*{dtype}", {**linear_192._OPTIONS, "DOT_DTYPE": DOT_DTYPES[dtype]}
+    values, options = f"*{dtype}", {**linear_two_tiles._OPTIONS, "DOT_DTYPE": DOT_DTYPES[dtype]}
     num_warps, block_k = options.pop("num_warps"), options["BLOCK_K"]
     heights = (options["FIRST_T"], options["SECOND_T"], options["BLOCK_N"])
     operands = [f"tensordesc<{dtype}[{height}, {block_k}]>" for height in heights]
     for out, has_bias in (("*fp32", False), (values, True)):
         yield (
-            linear_192._linear_192_kernel,
+            linear_two_tiles._linear_two_tiles_kernel,
             [*operands, values, out, *["i32"] * 3],
             {**options, "HAS_BIAS": has_bias, "SPLIT_K": 1024},
-            {"num_warps": num_warps, "num_stages": linear_192._NUM_STAGES},
+            {"num_warps": num_warps, "num_stages": linear_two_tiles._NUM_STAGES},
         )
     for activation in ("silu", "gelu_tanh"):
         yield (
-            linear_192._linear_swiglu_192_kernel,
+            linear_two_tiles._swiglu_two_tiles_kernel,
             [*operands, values, values, *["i32"] * 3],
             {**options, "HAS_BIAS": True, "ACTIVATION": activation},
-            {"num_warps": num_warps, "num_stages": linear_192._NUM_SWIGLU_STAGES},
+            {"num_warps": num_warps, "num_stages": linear_two_tiles._NUM_SWIGLU_STAGES},
         )
 
 

@@ -97,9 +97,9 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         "_select_nodes_kernel",
     }
     of_hopper = {"_shared_latents_hopper_kernel"}
-    of_192 = {"_linear_192_kernel", "_linear_swiglu_192_kernel"}
+    of_two_tiles = {"_linear_two_tiles_kernel", "_swiglu_two_tiles_kernel"}
     of_halves = {"_balanced_linear_kernel", "_balanced_swiglu_kernel", "_quantize_rows_kernel"}
-    of_halves |= of_hopper | of_192
+    of_halves |= of_hopper | of_two_tiles
     assert names == of_any_dtype | (of_no_dtype | of_halves if dtype == "bf16" else set())
     # All kernels of attention have the bits of each other's instruction (test_products.py). That of
     # tiles that rows share is compiled for many rows of a request, and for few.
@@ -111,7 +111,7 @@ def test_every_kernel_compiles_for_hopper_and_products_use_tensor_cores(tmp_path
         of_experts = ("_expert_swiglu_kernel", "_expert_down_kernel")
         of_weights = ("_linear_kernel", "_linear_swiglu_kernel", *of_experts)
         of_latents = ("_shared_latents_kernel", "_finish_latents_kernel", "_head_linear_kernel")
-        is_of_halves = name.startswith("_balanced") or name in of_hopper | of_192
+        is_of_halves = name.startswith("_balanced") or name in of_hopper | of_two_tiles
         has_products = is_of_halves or name in (*attention, *of_weights, *of_latents)
         assert (products != "none") == (has_products and dtype != "fp32"), name
         assert products in ("none", *attention.get(name, {products})), name

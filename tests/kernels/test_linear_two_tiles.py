@@ -7,8 +7,13 @@ import torch
 
 from shared.kernels.dispatch import launch_counts
 from shared.kernels.linear import linear, linear_addends, splits_of
-from shared.kernels.linear_192 import MOST_ROWS, fits_192, linear_192, linear_swiglu_192
 from shared.kernels.linear_swiglu import linear_swiglu
+from shared.kernels.linear_two_tiles import (
+    MOST_ROWS,
+    fits_two_tiles,
+    linear_swiglu_two_tiles,
+    linear_two_tiles,
+)
 from shared.kernels.swiglu import Activation
 from tests.marks import first_if_interpreted
 
@@ -42,11 +47,11 @@ def test_a_product_has_the_bits_of_one_of_other_rows(
         if splits > 1:
             expected = torch.cat([linear_addends(part, weight) for part in parts], dim=1)
             out = torch.full_like(expected, torch.nan)
-            linear_192(few, weight, None, out, splits=splits)
+            linear_two_tiles(few, weight, None, out, splits=splits)
         else:
             expected = torch.cat([linear(part, weight, bias) for part in parts])
             out = torch.full_like(expected, torch.nan)
-            linear_192(few, weight, bias, out, splits=1)
+            linear_two_tiles(few, weight, bias, out, splits=1)
         assert torch.equal(out, expected), f"{num_rows} rows"
 
 
@@ -62,14 +67,16 @@ def test_two_products_have_the_bits_of_those_of_other_rows(
             few = x[:num_rows]
             parts = [linear_swiglu(part, weight, some_bias, activation) for part in few.split(40)]
             out = torch.full_like(few[:, :1].expand(-1, width_f), torch.nan).contiguous()
-            linear_swiglu_192(few, weight, some_bias, out, activation)
+            linear_swiglu_two_tiles(few, weight, some_bias, out, activation)
             assert torch.equal(out, torch.cat(parts)), f"{num_rows} rows"
 
 
 def test_they_are_used_for_rows_that_leave_much_of_a_tile_of_256_empty() -> None:
-    counts = [count for count in range(300) if fits_192(torch.empty(count, 1, dtype=HALVES[0]))]
+    counts = [
+        count for count in range(300) if fits_two_tiles(torch.empty(count, 1, dtype=HALVES[0]))
+    ]
     assert counts == list(range(129, 193))
-    assert not fits_192(torch.empty(150, 1))
+    assert not fits_two_tiles(torch.empty(150, 1))
 
 
 @pytest.mark.gpu

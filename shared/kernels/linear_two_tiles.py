@@ -30,7 +30,7 @@ _NUM_STAGES, _NUM_SWIGLU_STAGES = 5, 3
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _linear_192_kernel(
+def _linear_two_tiles_kernel(
     first_desc,  # [T, K] in blocks [FIRST_T, BLOCK_K]
     second_desc,  # [T, K] in blocks [SECOND_T, BLOCK_K]
     weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]
@@ -84,7 +84,7 @@ def _store_sum(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _linear_swiglu_192_kernel(
+def _swiglu_two_tiles_kernel(
     first_desc,  # [T, K] in blocks [FIRST_T, BLOCK_K]
     second_desc,  # [T, K] in blocks [SECOND_T, BLOCK_K]
     weight_desc,  # [2 F, K] in blocks [BLOCK_N, BLOCK_K], gate above up
@@ -155,12 +155,12 @@ def _linear_swiglu_192_kernel(
     )
 
 
-def fits_192(rows: torch.Tensor) -> bool:
+def fits_two_tiles(rows: torch.Tensor) -> bool:
     """Return whether these kernels are the fastest for rows [T, K], on a GPU."""
     return rows.element_size() == 2 and _FIRST_T < len(rows) <= MOST_ROWS
 
 
-def linear_192(
+def linear_two_tiles(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -181,7 +181,7 @@ def linear_192(
     width_n, width_k = weight.shape
     assert len(x) <= MOST_ROWS and (bias is None or splits == 1)
     count_launch("linear")
-    _linear_192_kernel[(triton.cdiv(width_n, _BLOCK_N), splits)](
+    _linear_two_tiles_kernel[(triton.cdiv(width_n, _BLOCK_N), splits)](
         *_blocks(x, weight),
         x if bias is None else bias.contiguous(),
         out,
@@ -197,7 +197,7 @@ def linear_192(
     )
 
 
-def linear_swiglu_192(
+def linear_swiglu_two_tiles(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -216,7 +216,7 @@ def linear_swiglu_192(
     width_f, width_k = weight.shape[0] // 2, weight.shape[1]
     assert len(x) <= MOST_ROWS
     count_launch("linear_swiglu")
-    _linear_swiglu_192_kernel[(triton.cdiv(width_f, _BLOCK_N),)](
+    _swiglu_two_tiles_kernel[(triton.cdiv(width_f, _BLOCK_N),)](
         *_blocks(x, weight),
         x if bias is None else bias.contiguous(),
         out,
