@@ -5,9 +5,10 @@ a step with rows of prompts brings tokens after twice the time that it would tak
 more than that where a prompt waits long, or would before all that are here are read: where prompts
 come faster than that leaves room for, larger steps, which cost less per row, catch up.
 
-Where several prompts wait, no step is larger than it must be to read them nearly as fast as they
-can be read, nor takes many times as long as one without prompts: a short prompt that comes next
-waits for the step in flight, and passes the others in the one behind it.
+Where several prompts wait, many such steps follow each other, so they take one and a half times as
+long at first. No step is larger then than it must be to read them nearly as fast as they can be
+read, nor takes many times as long as one without prompts: a short prompt that comes next waits for
+the step in flight, and passes the others in the one behind it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from collections.abc import Callable
 
 from target_service.step_costs import StepCosts
 
-# The time from token to token with rows of prompts is so many times that without them, at most ..
-_MOST_DELAY = 2.0
+# The time from token to token is so many times that without prompts at most, with rows of one of
+# them or of one of several ..
+_MOST_DELAY, _MOST_CROWDED_DELAY = 2.0, 1.5
 # .. and once more of it for each time that the oldest prompt waits so long again: until now, and
 # where several prompts wait, until all of them are read.
 _SOON_S = 0.1
@@ -138,7 +140,8 @@ class PromptBudget:
         """
         limit_s = math.inf
         if num_decoding_rows:
-            patience = _MOST_DELAY + max(0.0, waits_s / _SOON_S - 1)
+            patience = _MOST_CROWDED_DELAY if is_crowded else _MOST_DELAY
+            patience += max(0.0, waits_s / _SOON_S - 1)
             without_s = self._costs.of(num_decoding_rows) + self._beside_s
             limit_s = patience * without_s - self._beside_s
         if is_crowded:

@@ -383,6 +383,14 @@ def test_a_step_is_longer_the_longer_all_prompts_will_wait(
     assert (costs.of(4 + num_rows) > 2 * costs.of(4)) == is_longer
 
 
+def test_steps_with_one_of_several_prompts_are_shorter() -> None:
+    """There are many of them, one after the other."""
+    costs = StepCosts([1, 128, 256, 512, 1024], [4e-3, 5e-3, 7e-3, 12e-3, 21e-3])
+    budget = PromptBudget(costs, clock=lambda: 100.0)
+    assert budget.num_rows(4, 512, 100.0) == 256 - 4
+    assert budget.num_rows(4, 512, 100.0, is_crowded=True) == 128 - 4
+
+
 def test_what_a_round_takes_beside_its_forward_leaves_room_for_prompts() -> None:
     """Waiting for trees counts in the time from token to token, with prompts and without."""
     now = 0.0
