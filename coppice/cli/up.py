@@ -124,6 +124,11 @@ def _announce(progress: StackProgress, stack: Stack, config: StackConfig) -> Non
     """
     speculation = "" if config.num_drafts else ", without speculation"
     progress.say(f"Coppice listens on {stack.address}{speculation}. Ctrl-C stops it.")
+    if 0 < config.num_drafts < config.num_targets:
+        progress.say(
+            f"{config.num_targets} targets share {config.num_drafts} draft(s): with --num-drafts "
+            f"{config.num_targets} each has its own, on one GPU if --draft-gpus names one."
+        )
     if stack.http_url:
         wanted = config.gateway.port if config.gateway is not None else 0
         if wanted and not stack.http_url.endswith(f":{wanted}"):

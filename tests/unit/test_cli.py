@@ -8,7 +8,8 @@ import io
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -613,3 +614,20 @@ def test_health_of_a_real_server(capsys: pytest.CaptureFixture[str]) -> None:
     said = printed.out.split()
     assert said == ["SERVING", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN", "UNREACHABLE"]
     assert f"nothing at {address} answers grpc.health.v1" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("num_targets", "num_drafts", "is_told"),
+    [(3, 1, True), (3, 3, False), (1, 1, False), (2, 0, False)],
+)
+def test_up_says_that_each_target_could_have_a_draft_of_its_own(
+    num_targets: int, num_drafts: int, *, is_told: bool
+) -> None:
+    config = up.config_of(
+        parse("up", "--num-targets", str(num_targets), "--num-drafts", str(num_drafts))
+    )
+    said: list[str] = []
+    progress = SimpleNamespace(say=said.append)
+    stack = SimpleNamespace(address="127.0.0.1:1", http_url="", metrics_urls={})
+    up._announce(cast("Any", progress), cast("Any", stack), config)
+    assert any("each has its own" in line for line in said) == is_told
