@@ -80,6 +80,8 @@ class DeviceRounds(PathSource):
         self._offered: dict[PeerChannel, str] = {}  # names of the targets
         self._unanswered: set[PeerChannel] = set()
         self._launched: _Launched | None = None
+        self._num_launches = 0
+        self._last_launches: dict[PeerChannel | None, int] = {}  # by target, counted from 1
         # When the first launch of this round was made; and for the last rounds, how long after
         # their first launch the paths came.
         self._round_began_s: float | None = None
@@ -131,6 +133,7 @@ class DeviceRounds(PathSource):
             self.overlap.restore(self._launched.requests)
             self._launched = None
         self._mailboxes.pop(channel, None)
+        self._last_launches.pop(channel, None)
         self._unanswered.discard(channel)
         socket_name = self._offered.pop(channel, None)
         if socket_name is not None:
@@ -174,23 +177,29 @@ class DeviceRounds(PathSource):
         ready = list(filter(self._is_ready, requests))
         if not ready:
             return []
-        mailboxes = [self._mailbox_of(request) for request in ready]
         # One launch takes rows of one dtype from a few mailboxes; other requests wait for orders. A
-        # stream can wait for one target on its own GPU, a kernel for several on other GPUs.
-        dtype, streams_wait = mailboxes[0].dtype, mailboxes[0].streams_wait
+        # stream can wait for one target, a kernel for several. Targets take turns.
+        channels = sorted(dict.fromkeys(r.channel for r in ready), key=self._last_launch_for)
+        first = self._mailboxes[channels[0]]
         alike = [
-            id(own) for own in mailboxes if own.dtype == dtype and own.streams_wait == streams_wait
+            channel
+            for channel in channels
+            if self._mailboxes[channel].dtype == first.dtype
+            and self._mailboxes[channel].streams_wait == first.streams_wait
         ]
-        served = list(dict.fromkeys(alike))[: 1 if streams_wait else MAX_MAILBOXES]
-        return [r for r, own in zip(ready, mailboxes, strict=True) if id(own) in served]
+        served = alike[: 1 if first.streams_wait else MAX_MAILBOXES]
+        return [request for request in ready if request.channel in served]
 
     def launch_ahead(
         self, requests: Sequence[DraftRequest], path_width: int, timer: StepTimer
     ) -> None:
         trees = [request.device_tree for request in requests if request.device_tree is not None]
         assert len(trees) == len(requests)
-        mailboxes = list(map(self._mailbox_of, requests))
+        mailboxes = [self._mailboxes[request.channel] for request in requests]
         self.overlap.launch(requests, trees, mailboxes, path_width, timer)
+        self._num_launches += 1
+        for request in requests:
+            self._last_launches[request.channel] = self._num_launches
         now_s = time.monotonic()
         if self._round_began_s is None:
             self._round_began_s = now_s
@@ -261,8 +270,8 @@ class DeviceRounds(PathSource):
             return False
         return request.channel in self._mailboxes
 
-    def _mailbox_of(self, request: DraftRequest) -> MailboxEnd:
-        return self._mailboxes[request.channel]
+    def _last_launch_for(self, channel: PeerChannel | None) -> int:
+        return self._last_launches.get(channel, 0)
 
 
 def _is_confirmed(launched: _Launched, row: int, path: Sequence[int]) -> bool:

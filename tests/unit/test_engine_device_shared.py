@@ -155,3 +155,34 @@ def test_engines_know_that_their_gpu_is_shared(
     monkeypatch.setattr(draft_rounds, "open_mailbox", open_none)
     sources[0].connect("nobody", cast(PeerChannel, None))
     assert said == [is_shared]
+
+
+def test_targets_take_turns_where_a_stream_can_wait_for_one_of_them(make: Make) -> None:
+    target, draft, _ = make("eagle3")
+    other, _, _ = make("eagle3")
+    pairs = [DevicePair(target, draft), DevicePair(other, draft)]
+
+    def on_draft(message: Any) -> None:
+        for pair in pairs:
+            DevicePair.on_draft(pair, message)
+
+    launched: list[set[int]] = []
+    launch = pairs[0].draft_device.overlap.launch
+
+    def note(requests: Any, *rest: Any) -> None:
+        launched.append({int(request.request_id[0]) for request in requests})
+        launch(requests, *rest)
+
+    pairs[0].draft_device.overlap.launch = note  # type: ignore[method-assign]
+    requests = []
+    for i, pair in enumerate(pairs):
+        pair.on_draft = on_draft  # type: ignore[method-assign]
+        for j, request in enumerate(requests_of(2, i, SHAPES[3])):
+            requests.append(replace(request, request_id=f"{i} {j}"))
+            pair.open(requests[-1])
+    while any([pair.step() for pair in pairs]):
+        pass
+    check(requests, plain_of(target, requests))
+    assert all(len(targets) == 1 for targets in launched), "a stream waits for one"
+    counts = [launched.count({i}) for i in range(2)]
+    assert min(counts) > len(launched) // 3, counts
