@@ -43,10 +43,12 @@ class SharedLoads:
         if place is None and num_requests:
             home = own[word % MAX_WORKERS]
             place = next((place for place in (home, *own) if not self.counts[place]), None)
-        if place is not None:  # the count first: an entry of another worker must not have it
+        if place is None:
+            return
+        if self.workers[place] != word:  # no count of another worker may be taken for this one's
             self.counts[place] = 0
             self.workers[place] = word
-            self.counts[place] = num_requests
+        self.counts[place] = num_requests
 
     def others(self, address: str) -> int:
         """Return the requests that the other processes have at a worker."""

@@ -163,6 +163,7 @@ class WorkerSession:
     on_load: Callable[[], None] = lambda: None
     loads: SharedLoads | None = None
     _num_others: int = 0
+    _num_known: int = 0
     _handlers: dict[str, Handler] = field(default_factory=dict)
     _outbox: list[Any] = field(default_factory=list)
     _has_outgoing: asyncio.Event = field(default_factory=asyncio.Event)
@@ -309,8 +310,14 @@ class WorkerSession:
 
     def _note_load(self, load: WorkerLoad) -> None:
         self.load = load
+        # What a sibling has closed since, the worker may still have counted: when a batch ends, the
+        # next one would be spread as if that were somebody's. It was known at the report before.
+        known_before, self._num_known = (
+            self._num_known,
+            self.num_own_requests + self._num_of_siblings,
+        )
         reported = load.num_running + load.num_waiting
-        self._num_others = max(0, reported - self.num_own_requests - self._num_of_siblings)
+        self._num_others = max(0, reported - max(known_before, self._num_known))
 
     @property
     def _num_of_siblings(self) -> int:

@@ -16,6 +16,7 @@ from orchestrator.workers import TARGET, WorkerLost, WorkerSession
 from shared.access.caller import NOBODY
 from shared.errors import ConfigError, UnavailableError
 from shared.messages import FeatureSpec, WorkerInfo, WorkerLoad
+from shared.messages.batches import Batch
 from tests.fakes.in_memory import virtual
 from tests.siblings import some_siblings
 
@@ -101,6 +102,24 @@ async def test_processes_that_share_a_port_spread_requests_together() -> None:
     for each in siblings[1:]:
         each.forget()
     assert first.num_requests + second.num_requests == 5
+
+
+@virtual
+async def test_what_a_sibling_has_just_closed_is_nobodys() -> None:
+    """The worker's last report of a batch still counts it, and none follows while it is idle."""
+    pools = [WorkerPool(loads=each.loads) for each in some_siblings(2)]
+    for pool in pools:
+        pool.open_target(target("a"))
+        await pool.acquire_target(need("r"), patience_s=0)
+    (first,), (second,) = (pool.targets for pool in pools)
+    report: Batch[Any] = Batch(messages=[], load=WorkerLoad(num_running=2))
+    first.receive(report)
+    assert first.num_requests == 2
+    second.withdraw("r")
+    first.receive(report)
+    assert first.num_requests == 1
+    first.receive(report)
+    assert first.num_requests == 2, "so it is another orchestrator's"
 
 
 def test_what_processes_have_at_workers_comes_and_goes() -> None:
