@@ -423,22 +423,28 @@ def linear_swiglu(
     if rows.is_cuda and isinstance(weight, torch.Tensor) and fits_two_tiles(rows):
         linear_swiglu_two_tiles(rows, weight, bias, out, activation)
         return out
-    tiles, deal = INTERPRETED_TILES, None
-    size = rows.element_size()
-    if rows.is_cuda and isinstance(weight, Int4Weight):
-        tiles = choose_int4_tiles(num_rows, size, weight.block_k)
-    elif rows.is_cuda and isinstance(weight, QuantizedWeight):
-        # Never dealt out: in that kernel ptxas lets each product wait for the one before it.
-        tiles = choose_fp8_tiles(num_rows, size)
-        if becomes_fp8(rows, weight):
-            tiles = choose_fp8_row_tiles(num_rows, by_block=weight.scaling == "block")
-    elif rows.is_cuda:
-        tiles = choose_tiles(num_rows, size)
-        if size == 2 and num_rows > _MIN_BALANCED_ROWS:
-            counts = num_tiles(tiles, num_rows, width_f)
-            deal = _choose_deal(counts, num_multiprocessors(rows.device))
+    tiles, deal = _choose(rows, weight)
     multiply_swiglu(x, weight, bias, out, tiles, deal, activation)
     return out
+
+
+def _choose(rows: torch.Tensor, weight: GpuWeight) -> tuple[Tiles, Deal | None]:
+    """Return the tiles of both products, and how they are dealt out; None: a program per tile."""
+    num_rows, size = len(rows), rows.element_size()
+    if not rows.is_cuda:
+        return INTERPRETED_TILES, None
+    if isinstance(weight, Int4Weight):
+        return choose_int4_tiles(num_rows, size, weight.block_k), None
+    if isinstance(weight, QuantizedWeight):
+        # Never dealt out: in that kernel ptxas lets each product wait for the one before it.
+        if becomes_fp8(rows, weight):
+            return choose_fp8_row_tiles(num_rows, by_block=weight.scaling == "block"), None
+        return choose_fp8_tiles(num_rows, size), None
+    tiles = choose_tiles(num_rows, size)
+    if size != 2 or num_rows <= _MIN_BALANCED_ROWS:
+        return tiles, None
+    counts = num_tiles(tiles, num_rows, weight.shape[0] // 2)
+    return tiles, _choose_deal(counts, num_multiprocessors(rows.device))
 
 
 def multiply_swiglu(

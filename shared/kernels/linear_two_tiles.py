@@ -117,27 +117,10 @@ def _swiglu_two_tiles_kernel(
         second_gate = tl.dot(gate_weight, second_x.T, second_gate, input_precision="ieee")
         first_up = tl.dot(up_weight, first_x.T, first_up, input_precision="ieee")
         second_up = tl.dot(up_weight, second_x.T, second_up, input_precision="ieee")
-    store_swiglu(
-        out_ptr,
-        out_ptr,
-        out_ptr,
-        bias_ptr,
-        first_gate,
-        first_up,
-        0,
-        first_n,
-        num_rows,
-        width_f,
-        SCALING="none",
-        HAS_FP8_ROWS=False,
-        HAS_BIAS=HAS_BIAS,
-        ACTIVATION=ACTIVATION,
-        BLOCK_N=BLOCK_N,
-        BLOCK_T=FIRST_T,
+    _store_swiglu(
+        out_ptr, bias_ptr, first_gate, first_up, 0, first_n, num_rows, width_f, HAS_BIAS, ACTIVATION
     )
-    store_swiglu(
-        out_ptr,
-        out_ptr,
+    _store_swiglu(
         out_ptr,
         bias_ptr,
         second_gate,
@@ -146,12 +129,42 @@ def _swiglu_two_tiles_kernel(
         first_n,
         num_rows,
         width_f,
+        HAS_BIAS,
+        ACTIVATION,
+    )
+
+
+@triton.jit
+def _store_swiglu(
+    out_ptr,
+    bias_ptr,
+    gate,
+    up,
+    first_t,
+    first_n,
+    num_rows,
+    width_f,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Store a block of f(gate) * up, of weights and rows without scales; device function."""
+    store_swiglu(
+        out_ptr,
+        out_ptr,
+        out_ptr,
+        bias_ptr,
+        gate,
+        up,
+        first_t,
+        first_n,
+        num_rows,
+        width_f,
         SCALING="none",
         HAS_FP8_ROWS=False,
         HAS_BIAS=HAS_BIAS,
         ACTIVATION=ACTIVATION,
-        BLOCK_N=BLOCK_N,
-        BLOCK_T=SECOND_T,
+        BLOCK_N=gate.shape[0],
+        BLOCK_T=gate.shape[1],
     )
 
 
