@@ -44,6 +44,9 @@ def _keep_features(
 ) -> None:
     """Keep the features of paths, but of those that end a request or a prompt.
 
+    Nor are rows kept that have been sent with the order of the next tree: a copy of every row would
+    cost the host more than a replay of those few that a draft asks for again.
+
     Args:
         features: None: of no request were any wanted at the launch.
     """
@@ -53,8 +56,8 @@ def _keep_features(
         if log is None or log.is_dormant or cut.reason or not round_idx:
             continue
         num_rows = len(path.token_ids)
-        if features is None:
-            log.skip_to(path.seq_len + num_rows)  # it has woken since
+        if features is None or log.has_sent(path.seq_len):
+            log.skip_to(path.seq_len + num_rows)  # None: it has woken since
         elif log.rested_since is None:
             log.append(path.seq_len, features[row, :num_rows].copy())
         else:

@@ -66,6 +66,10 @@ class FeatureLog:
         self._blocks.append(rows)
         self.end += len(rows)
 
+    def has_sent(self, position: int) -> bool:
+        """Return whether the row of a position has been sent to the subscriber."""
+        return self.next is not None and self.next > position
+
     def append_rested(self, position: int, rows: FeatureRows) -> None:
         """Keep rows that were kept in RestedRows; rows between `end` and these are gone."""
         if position > self.end:

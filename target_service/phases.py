@@ -255,12 +255,14 @@ class VerifyOutput:
     Args:
         node_outputs: Registered node-indexed tensors, [L, ...] each.
         walk: Accepted paths.
-        taken_token_ids, taken_parents: [M, N] i64, `token_ids` and `parent_index` of the M trees
-            from the mailbox, the first ones; None: the host knows all trees.
+        num_nodes: [M] i64, of the M trees from the mailbox, the first ones; None: the host knows all
+            trees.
+        taken_token_ids, taken_parents: [M, N] i64, `token_ids` and `parent_index` of these trees.
     """
 
     node_outputs: NodeOutputs
     walk: AcceptWalk
+    num_nodes: torch.Tensor | None = None
     taken_token_ids: torch.Tensor | None = None
     taken_parents: torch.Tensor | None = None
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from shared.kernels.mailbox_trees import TakenTrees, num_nodes_of
+from shared.kernels.mailbox_trees import TakenTrees
 from shared.kernels.tree_attention import few_rows_of
 from shared.kv.pool import KVPool
 from shared.messages import MAX_TREE_NODES, FeatureSpec
@@ -326,11 +326,11 @@ class TargetRunner:
 
 def _read_taken(read: ReadBack, batch: StepBatch, verified: VerifyOutput) -> None:
     """Read how many nodes trees from the mailbox have; all of them if some request wants that."""
-    token_ids, parents, trees = verified.taken_token_ids, verified.taken_parents, batch.trees
-    if token_ids is None or parents is None:
+    if verified.num_nodes is None:
         return
-    assert trees is not None
-    read.add("num_nodes", num_nodes_of(parents))
+    read.add("num_nodes", verified.num_nodes)
+    token_ids, parents, trees = verified.taken_token_ids, verified.taken_parents, batch.trees
+    assert token_ids is not None and parents is not None and trees is not None
     if any([request.open.wants_trees for request in trees.requests[: trees.num_on_device]]):
         read.add("taken_token_ids", token_ids)
         read.add("taken_parents", parents)

@@ -15,6 +15,7 @@ import torch
 
 from shared.kernels.accept_walk import accept_walk
 from shared.kernels.logprobs import chosen_logprobs
+from shared.kernels.mailbox_trees import num_nodes_of
 from shared.kernels.move_kv import move_paths
 from shared.kv.pool import KVPool
 from shared.messages.routed_experts import expert_id_bytes
@@ -112,7 +113,9 @@ class Verifier:
             page_size=self._pool.page_size,
             max_depth=inputs.max_depth,
         )
-        verified = VerifyOutput(node_outputs=outputs, walk=walk)
+        takes_trees = inputs.mailbox_paths is not None
+        num_nodes = num_nodes_of(inputs.parent_index) if takes_trees else None
+        verified = VerifyOutput(node_outputs=outputs, walk=walk, num_nodes=num_nodes)
         post(inputs, verified)
         if inputs.may_move_kv:
             move_paths(self._pool.cache_groups, walk.move_src, walk.move_dst)
@@ -177,11 +180,14 @@ def _of_step(inputs: VerifyInput, verified: VerifyOutput) -> VerifyOutput:
     if not inputs.wants_features:
         outputs = outputs.without("features")
     count = inputs.num_device_trees
+    if not count or verified.num_nodes is None:
+        return VerifyOutput(node_outputs=outputs, walk=walk)
     return VerifyOutput(
         node_outputs=outputs,
         walk=walk,
-        taken_token_ids=inputs.token_ids[:count] if count else None,
-        taken_parents=inputs.parent_index[:count] if count else None,
+        num_nodes=verified.num_nodes[:count],
+        taken_token_ids=inputs.token_ids[:count],
+        taken_parents=inputs.parent_index[:count],
     )
 
 

@@ -835,6 +835,17 @@ def test_an_older_attached_draft_takes_no_features_from_one_that_is_not(make: Ma
     pair.finish()
 
 
+def test_rows_that_were_sent_with_an_order_are_not_kept(make: Make) -> None:
+    pair = PeerPair(*make("eagle3", {}))
+    request = opened(pair)
+    for _ in range(6):
+        pair.step()
+    log = pair.target.requests[request.request_id].features
+    assert log is not None and log.end > len(request.prompt)
+    assert log.start == log.end == log.next
+    pair.finish()
+
+
 @pytest.mark.slow
 def test_rows_that_are_lost_in_the_ring_come_through_the_front(make: Make) -> None:
     """Trees still go over the channel; rows come as bytes from then on."""
