@@ -4,22 +4,34 @@ A write costs a system call and several passes of the event loop, a path costs l
 of all requests are taken first, few writes start per pass of the loop, and all writes of a process
 come out of one allowance. A stream whose turn has not come yet collects rounds; they leave as one
 message. While there are few streams every turn comes at once, and every round leaves by itself.
+
+What a write costs differs from machine to machine. Where the loop is hardly ever idle, the
+allowance shrinks until it is: tokens keep up, in fewer messages.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from shared.messages import GenerateEvent, TokenDelta
 
 WRITES_PER_PASS = 16
 """Writes that start between two looks for messages of workers; about a millisecond's work."""
 WRITES_PER_S = 8000
-"""Writes of a process that the allowance grows by per second; about a third of a core's work."""
+"""Writes of a process that the allowance grows by per second, at most; about a third of the work of
+a core that does nothing else."""
+LEAST_WRITES_PER_S = 1000
+"""The same where there is no time for more."""
 MAX_ALLOWANCE = 128
 """Writes that may leave at once, as after a step for so many requests."""
 _PAUSE_S = 0.001
+# How often the loop's idle share is looked at, and which shares are too small, or large enough for
+# more writes.
+_LOOK_S = 0.05
+_LEAST_IDLE, _MUCH_IDLE = 0.04, 0.12
+_SHRINK, _GROW = 0.8, 1.1
 MAX_UNREAD = 256
 """Events that may wait for a client before its request gets no more credit .."""
 MAX_UNREAD_BYTES = 1 << 20
@@ -34,12 +46,20 @@ class WriteTurns:
     """Lets the streams of a process write in turn: a few per pass of the event loop, and second.
 
     Args:
-        per_s: Turns that come in one second, beyond the first `MAX_ALLOWANCE`.
+        most_per_s: Turns that come in one second at most, beyond the first `MAX_ALLOWANCE`.
+        idle_s: How long the loop has been idle so far; None: nobody knows, and nothing shrinks.
     """
 
-    def __init__(self, per_s: float = WRITES_PER_S) -> None:
+    def __init__(
+        self, most_per_s: float = WRITES_PER_S, *, idle_s: Callable[[], float] | None = None
+    ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._per_s = per_s
+        self._most_per_s = most_per_s
+        self._idle_s = idle_s
+        self._looked_at = self._loop.time()
+        self._idle_before_s = 0.0 if idle_s is None else idle_s()
+        self.per_s = most_per_s
+        """Turns that come in one second now."""
         self._allowance = float(MAX_ALLOWANCE)
         self._grown_at = self._loop.time()
         self._num_left = 0  # turns of this pass
@@ -61,7 +81,7 @@ class WriteTurns:
     def _begin_pass(self) -> None:
         """Let the turns of this pass come; if there are none yet, look again after a while."""
         now = self._loop.time()
-        grown = self._allowance + (now - self._grown_at) * self._per_s
+        grown = self._allowance + (now - self._grown_at) * self.per_s
         self._allowance, self._grown_at = min(grown, MAX_ALLOWANCE), now
         self._num_left = min(WRITES_PER_PASS, int(self._allowance))
         self._allowance -= self._num_left
@@ -70,12 +90,26 @@ class WriteTurns:
         else:
             self._loop.call_later(_PAUSE_S, self._end_pass)
         self._is_scheduled = True
+        self._fit(now)
         waiting = self._waiting
         while waiting and self._num_left:
             turn = waiting.popleft()
             if not turn.done():  # else it was cancelled, or did not wait any longer
                 self._num_left -= 1
                 turn.set_result(None)
+
+    def _fit(self, now: float) -> None:
+        """Fit the turns per second to the time that the loop has left."""
+        took_s = now - self._looked_at
+        if self._idle_s is None or took_s < _LOOK_S:
+            return
+        idle_s = self._idle_s()
+        share = (idle_s - self._idle_before_s) / took_s
+        self._looked_at, self._idle_before_s = now, idle_s
+        if share < _LEAST_IDLE:
+            self.per_s = max(LEAST_WRITES_PER_S, _SHRINK * self.per_s)
+        elif share > _MUCH_IDLE:
+            self.per_s = min(self._most_per_s, _GROW * self.per_s)
 
     def _end_pass(self) -> None:
         self._is_scheduled = False

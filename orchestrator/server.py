@@ -23,6 +23,7 @@ from orchestrator.processes import run_processes
 from orchestrator.service import GenerationService
 from orchestrator.siblings import Siblings
 from orchestrator.tenants import TenantLimits
+from orchestrator.timed_loop import TimedLoop
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.workers import DRAFT, TARGET
 from shared.access.caller import caller_of
@@ -303,7 +304,8 @@ def _fetched(config: OrchestratorConfig) -> OrchestratorConfig:
 
 def _run(config: OrchestratorConfig, siblings: Siblings | None = None) -> int:
     try:
-        asyncio.run(watched(tended(serve(config, siblings=siblings))))
+        with asyncio.Runner(loop_factory=TimedLoop) as runner:
+            runner.run(watched(tended(serve(config, siblings=siblings))))
     except ConfigError as error:
         return _refuse(error)
     return 0

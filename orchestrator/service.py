@@ -27,6 +27,7 @@ from orchestrator.rounds import Generation
 from orchestrator.running import Running
 from orchestrator.shape import default_shape
 from orchestrator.tenants import Tenants
+from orchestrator.timed_loop import idle_clock
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.tracing import RequestTrace, Tracing
 from orchestrator.validation import (
@@ -75,7 +76,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._encoder = PromptEncoder(tokenizer) if tokenizer is not None else None
         self._incarnation = secrets.token_hex(4)
         self._serial = itertools.count()
-        self._turns = WriteTurns()
+        self._turns = WriteTurns(idle_s=idle_clock())
         self.metrics = RequestMetrics()
         self._acceptance = AcceptWatch(config.expected_accept_length)
         self.running = Running()

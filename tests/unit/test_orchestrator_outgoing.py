@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from orchestrator.outgoing import (
+    LEAST_WRITES_PER_S,
     MAX_ALLOWANCE,
     MAX_MERGED,
     MAX_UNREAD,
@@ -81,9 +82,10 @@ async def stream_all(
     passes_per_step: int = 1,
     step_s: float = 0.0,
     per_s: float = UNLIMITED,
+    idle_s: Callable[[], float] | None = None,
 ) -> tuple[list[Client], int]:
     """Give every stream a round per step; return the streams, and passes until all have ended."""
-    turns, clock = WriteTurns(per_s=per_s), [0]
+    turns, clock = WriteTurns(per_s, idle_s=idle_s), [0]
     clients = [Client(turns, clock) for _ in range(num_streams)]
     tasks = [asyncio.create_task(client.run()) for client in clients]
     ticker = asyncio.create_task(asyncio.sleep(0) if step_s else ticking(clock, tasks))
@@ -148,10 +150,45 @@ def test_writes_of_many_streams_come_out_of_one_allowance() -> None:
     assert max(counts) < 1.3 * min(counts), "turns go round"
 
 
+def test_writes_become_fewer_while_the_loop_is_never_idle() -> None:
+    num_streams, num_rounds, step_s = 256, 600, 0.005
+    load = stream_all(
+        num_streams, num_rounds, step_s=step_s, per_s=WRITES_PER_S, idle_s=lambda: 0.0
+    )
+    clients, _ = run_virtual(load)
+    for client in clients:
+        assert client.events == [INFO, *map(delta, range(num_rounds)), FINISH]
+    # It takes half a second until there are as few as may be.
+    took_s = num_rounds * step_s
+    count = sum([len(client.messages) - 4 for client in clients])
+    assert count < LEAST_WRITES_PER_S * took_s + 0.5 * WRITES_PER_S
+
+
+async def fitted(idle_shares: Sequence[float]) -> list[float]:
+    """Return the turns per second after each of some times that the loop was idle for a share."""
+    idle, fitted = [0.0], []
+    turns = WriteTurns(idle_s=lambda: idle[0])
+    for share in idle_shares:
+        await asyncio.sleep(0.1)
+        idle[0] += 0.1 * share
+        turns.ask(asyncio.get_running_loop().create_future())
+        fitted.append(turns.per_s)
+    return fitted
+
+
+def test_writes_fit_the_time_that_the_loop_has_left() -> None:
+    shares = [0.5] + 20 * [0.0] + [0.08] + 40 * [0.5]
+    fit = run_virtual(fitted(shares))
+    assert fit[0] == fit[-1] == WRITES_PER_S
+    assert fit[1:21] == sorted(fit[1:21], reverse=True)
+    assert fit[20] == fit[21] == LEAST_WRITES_PER_S, "a share between the two changes nothing"
+    assert fit[21:] == sorted(fit[21:])
+
+
 @virtual
 async def test_what_begins_or_ends_an_output_waits_for_no_turn() -> None:
     """However many streams wait."""
-    turns, clock = WriteTurns(per_s=UNLIMITED), [0]
+    turns, clock = WriteTurns(UNLIMITED), [0]
     crowd = [Client(turns, clock, write_passes=0) for _ in range(20 * WRITES_PER_PASS)]
     tasks = [asyncio.create_task(client.run()) for client in crowd]
     for client in crowd:
@@ -178,7 +215,7 @@ async def test_what_begins_or_ends_an_output_waits_for_no_turn() -> None:
 
 @virtual
 async def test_a_stream_that_is_cancelled_gives_its_turn_to_others() -> None:
-    turns, clock = WriteTurns(per_s=UNLIMITED), [0]
+    turns, clock = WriteTurns(UNLIMITED), [0]
     clients = [Client(turns, clock, write_passes=0) for _ in range(5 * WRITES_PER_PASS)]
     tasks = [asyncio.create_task(client.run()) for client in clients]
     for index in range(2):
@@ -254,7 +291,7 @@ async def test_unread_bytes_are_counted_until_they_are_taken_or_dropped(
     what: str,
 ) -> None:
     """What tokens bring with them takes a stream's bytes long before it has too many events."""
-    turns = WriteTurns(per_s=UNLIMITED)
+    turns = WriteTurns(UNLIMITED)
     top = tuple((i, -1.0) for i in range(20))
     logprobs = tuple(TokenLogprob(token_id=i, logprob=-1.0, top=top) for i in range(8))
     tree = RoundTree(
