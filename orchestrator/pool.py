@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 # Requests sent to a target that it has not admitted yet; enough to fill its next batch of prefills.
 _MAX_OPENING = 16
+# How long a new request waits for the best target where that has so many: while it shows signs of
+# life, which steps are, but not for ever. Else all that is left of a burst would go to the target
+# whose step ends first.
+_SIGN_OF_LIFE_S, _MOST_EVEN_S = 0.25, 1.0
 _MAX_SESSIONS = 65536
 _RECHECK_S = 0.2
 _ROLES = ("target", "draft")
@@ -117,7 +121,7 @@ class WorkerPool:
         self._waiters: list[_Waiter] = []
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._arrivals = itertools.count()
-        self._was_ready = False
+        self._was_ready = self._looks_again = False
         self._last_model: WorkerInfo | None = None
         self._lost_at_s = -math.inf
         self.num_lost = Counter(
@@ -251,7 +255,7 @@ class WorkerPool:
     def has_room(self, need: Need) -> bool:
         """Return whether a target has room for a request now; one that drains does not count."""
         need = replace(need, wants_room=True)
-        return any(_has_room(worker, need) for worker in self._candidates(need))
+        return any(_may_open(w) and _has_room(w, need) for w in self._candidates(need))
 
     def pick_draft(
         self, target: WorkerSession, avoid: frozenset[str] = frozenset()
@@ -350,7 +354,7 @@ class WorkerPool:
             and not (need.needs_trial and worker.on_trial)
             and _has_room(worker, need)
         ]
-        if not workers:
+        if not any(map(_may_open, workers)):
             return None
         favourite = self._sessions.get(need.session_id)
 
@@ -364,6 +368,11 @@ class WorkerPool:
             )
 
         best = min(workers, key=cost)
+        if not _may_open(best):
+            if _admits_soon(best, need):
+                self._look_again_soon()
+                return None
+            best = min(filter(_may_open, workers), key=cost)
         if need.session_id:
             self._sessions[need.session_id] = best.address
             self._sessions.move_to_end(need.session_id)
@@ -371,14 +380,28 @@ class WorkerPool:
                 self._sessions.popitem(last=False)
         return best
 
+    def _look_again_soon(self) -> None:
+        if not self._looks_again:
+            self._looks_again = True
+            asyncio.get_running_loop().call_later(_SIGN_OF_LIFE_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looks_again = False
+        self._dispatch()
+
 
 def _may_open(worker: WorkerSession) -> bool:
     return len(worker.opening) < _MAX_OPENING
 
 
+def _admits_soon(worker: WorkerSession, need: Need) -> bool:
+    """Return whether a target is likely to admit with its next step what it was sent."""
+    heard_s = max(worker.last_progress, need.arrived_s)
+    until_s = min(heard_s + _SIGN_OF_LIFE_S, need.arrived_s + _MOST_EVEN_S)
+    return not worker.load.num_waiting and asyncio.get_running_loop().time() < until_s
+
+
 def _has_room(worker: WorkerSession, need: Need) -> bool:
-    if not _may_open(worker):
-        return False
     if not need.wants_room or not worker.num_own_requests:
         return True
     return worker.num_free_tokens >= need.num_tokens + worker.info.page_size

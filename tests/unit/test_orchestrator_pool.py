@@ -80,6 +80,59 @@ async def test_requests_spread_over_targets_by_load() -> None:
     assert [worker.address for worker in chosen].count("b") == 3
 
 
+def admit(worker: WorkerSession, names: list[str]) -> None:
+    """Let a target admit requests that it was sent, as the end of a step does."""
+    worker.last_progress = asyncio.get_running_loop().time()
+    for name in names:
+        worker.attach(name, Listener())
+        worker.withdraw(name)
+    worker.on_load()
+
+
+async def burst(
+    count: int,
+) -> tuple[WorkerSession, WorkerSession, list[asyncio.Task[WorkerSession]]]:
+    """Return two targets that have been sent as much of a burst as they may, and who waits."""
+    pool = WorkerPool()
+    a, b = target("a"), target("b")
+    assert pool.open_target(a) == pool.open_target(b) == ""
+    now = asyncio.get_running_loop().time()
+    needs = [need(f"r{i}", arrived_s=now) for i in range(count)]
+    tasks = [asyncio.create_task(pool.acquire_target(one, patience_s=60)) for one in needs]
+    await asyncio.sleep(0.01)
+    assert len(a.opening) == len(b.opening) == 16
+    return a, b, [task for task in tasks if not task.done()]
+
+
+@virtual
+async def test_the_rest_of_a_burst_does_not_go_to_the_target_whose_step_ends_first() -> None:
+    a, b, waiting = await burst(40)
+    admit(b, list(b.opening))
+    await asyncio.sleep(0.03)
+    assert len(waiting) == 8 and not any(task.done() for task in waiting)
+    admit(a, list(a.opening))
+    chosen = [worker.address for worker in await asyncio.gather(*waiting)]
+    assert chosen.count("a") == chosen.count("b") == 4
+
+
+@virtual
+async def test_nobody_waits_for_a_target_that_stands_still() -> None:
+    _, b, waiting = await burst(40)
+    admit(b, list(b.opening))
+    began = asyncio.get_running_loop().time()
+    assert {worker.address for worker in await asyncio.gather(*waiting)} == {"b"}
+    assert asyncio.get_running_loop().time() - began < 0.3
+
+
+@virtual
+async def test_nobody_waits_for_a_target_where_others_wait_for_room() -> None:
+    a, b, waiting = await burst(40)
+    a.load = WorkerLoad(num_waiting=1, num_free_pages=50, num_pages=100)
+    admit(b, list(b.opening))
+    await asyncio.sleep(0.01)
+    assert all(task.done() for task in waiting)
+
+
 @virtual
 async def test_processes_that_share_a_port_spread_requests_together() -> None:
     """A burst: no worker has reported anything yet. What a process had ends with it."""
