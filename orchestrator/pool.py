@@ -325,6 +325,9 @@ class WorkerPool:
         reserved: set[str] = set()
         for waiter in sorted(self._waiters, key=lambda waiter: waiter.rank(self._num_by_tenant)):
             worker = self._choose(waiter.need, reserved)
+            if worker is not None and not _may_open(worker):
+                self._look_again_soon()
+                break  # whoever comes next would wait for it, too
             if worker is not None:
                 worker.expect(waiter.need.request_id)
                 if waiter.need.needs_trial:
@@ -347,6 +350,9 @@ class WorkerPool:
         ]
 
     def _choose(self, need: Need, reserved: set[str]) -> WorkerSession | None:
+        """Return the best target for a request, which may have to admit others first; None: there
+        is none to wait for.
+        """
         workers = [
             worker
             for worker in self._candidates(need)
@@ -368,10 +374,7 @@ class WorkerPool:
             )
 
         best = min(workers, key=cost)
-        if not _may_open(best):
-            if _admits_soon(best, need):
-                self._look_again_soon()
-                return None
+        if not _may_open(best) and not _admits_soon(best, need):
             best = min(filter(_may_open, workers), key=cost)
         if need.session_id:
             self._sessions[need.session_id] = best.address
@@ -396,8 +399,8 @@ def _may_open(worker: WorkerSession) -> bool:
 
 def _admits_soon(worker: WorkerSession, need: Need) -> bool:
     """Return whether a target is likely to admit with its next step what it was sent."""
-    heard_s = max(worker.last_progress, need.arrived_s)
-    until_s = min(heard_s + _SIGN_OF_LIFE_S, need.arrived_s + _MOST_EVEN_S)
+    alive_s = max(worker.last_progress, worker.waits_since or 0.0)  # it had nothing to do before
+    until_s = min(alive_s + _SIGN_OF_LIFE_S, need.arrived_s + _MOST_EVEN_S)
     return not worker.load.num_waiting and asyncio.get_running_loop().time() < until_s
 
 

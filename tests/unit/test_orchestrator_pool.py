@@ -47,6 +47,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
+        self.waits_since: float | None = None
 
     def receive(self, message: Any) -> None:
         self.heard.append(message)
@@ -84,7 +85,6 @@ def admit(worker: WorkerSession, names: list[str]) -> None:
     """Let a target admit requests that it was sent, as the end of a step does."""
     worker.last_progress = asyncio.get_running_loop().time()
     for name in names:
-        worker.attach(name, Listener())
         worker.withdraw(name)
     worker.on_load()
 
@@ -101,6 +101,11 @@ async def burst(
     tasks = [asyncio.create_task(pool.acquire_target(one, patience_s=60)) for one in needs]
     await asyncio.sleep(0.01)
     assert len(a.opening) == len(b.opening) == 16
+    for worker in (a, b):
+        for name in worker.opening:
+            listener = Listener()
+            listener.waits_since = now
+            worker.attach(name, listener)
     return a, b, [task for task in tasks if not task.done()]
 
 
@@ -122,6 +127,20 @@ async def test_nobody_waits_for_a_target_that_stands_still() -> None:
     began = asyncio.get_running_loop().time()
     assert {worker.address for worker in await asyncio.gather(*waiting)} == {"b"}
     assert asyncio.get_running_loop().time() - began < 0.3
+
+
+@virtual
+async def test_nobody_waits_for_a_target_that_has_stood_still_for_long() -> None:
+    a, b, waiting = await burst(32)
+    assert not waiting
+    admit(b, list(b.opening))
+    await asyncio.sleep(1)
+    pool = WorkerPool()
+    assert pool.open_target(a) == pool.open_target(b) == ""
+    b.load = WorkerLoad(num_running=20, num_free_pages=50, num_pages=100)
+    began = asyncio.get_running_loop().time()
+    assert await pool.acquire_target(need(arrived_s=began), patience_s=60) is b
+    assert asyncio.get_running_loop().time() == began
 
 
 @virtual
