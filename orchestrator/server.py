@@ -23,7 +23,7 @@ from orchestrator.processes import run_processes
 from orchestrator.service import GenerationService
 from orchestrator.siblings import Siblings
 from orchestrator.tenants import TenantLimits
-from orchestrator.timed_loop import TimedLoop
+from orchestrator.timed_loop import TimedLoop, idle_clock
 from orchestrator.tokenizer import Tokenizer
 from orchestrator.workers import DRAFT, TARGET
 from shared.access.caller import caller_of
@@ -114,6 +114,7 @@ class Orchestrator:
             gate=gate,
             limits=ServerLimits(calls=config.max_calls or max(1024, 4 * config.max_num_requests)),
         )
+        self._idle_s = idle_clock()
         self._siblings = siblings
         self._grammars = Grammars(directory)
         self._grammar_after_s = config.grammar_after_s
@@ -225,11 +226,14 @@ class Orchestrator:
 
     def _samples(self) -> Samples:
         """Return what /metrics says."""
-        return {
+        samples = {
             **self._server.samples,
             **pool_samples(self.pool, num_requests=self.admission.num_requests),
             **self._requests.samples,
         }
+        if self._idle_s is not None:
+            samples["coppice_event_loop_idle_seconds_total"] = self._idle_s()
+        return samples
 
     async def _drain(self) -> None:
         """Let running requests end; those that take too long end so that clients resume them."""

@@ -179,6 +179,11 @@ _RECOVERY = (
         "cause",
         roles=(ORCHESTRATOR,),
     ),
+    _counter(
+        "coppice_event_loop_idle_seconds_total",
+        "Time that the process had nothing to do: 1 less its rate is its busy share",
+        roles=(ORCHESTRATOR,),
+    ),
 )
 
 INFO_LABELS = (

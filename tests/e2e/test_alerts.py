@@ -45,6 +45,7 @@ HEALTHY = {
     'coppice_root_only_rounds_total{reason="late"}': f"0+1x{MINUTES}",
     "coppice_rounds_total": STEADY,
     "coppice_accepted_tokens_total": f"0+120x{MINUTES}",
+    "coppice_event_loop_idle_seconds_total": f"0+20x{MINUTES}",
     'coppice_compiles_total{role="target"}': NEVER,
     'coppice_captures_total{role="target"}': NEVER,
     "coppice_engine_process_resident_memory_bytes": f"1e9x{MINUTES}",
@@ -92,6 +93,7 @@ FIRES = {
         "coppice_accepted_tokens_total": f"0+120x{MINUTES - 120} {(MINUTES - 120) * 120}+20x120"
     },
     "CoppiceDraftsLate": {'coppice_root_only_rounds_total{reason="late"}': f"0+6x{MINUTES}"},
+    "CoppiceOrchestratorBusy": {"coppice_event_loop_idle_seconds_total": f"0+1x{MINUTES}"},
     "CoppiceCompiles": {'coppice_compiles_total{role="target"}': f"0+1x{MINUTES}"},
     "CoppiceMemoryGrows": {"coppice_engine_process_resident_memory_bytes": f"1e9+1e6x{MINUTES}"},
 }
