@@ -1,6 +1,7 @@
 """All workers, and who serves whom: a target by load, a draft that fits it.
 
-Requests wait here, not on a worker: they go to whichever target has room first, in turn.
+Requests wait here, not on a worker: in turn they go to the target with the fewest requests that has
+room.
 """
 
 from __future__ import annotations

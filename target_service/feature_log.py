@@ -2,7 +2,8 @@
 
 Rows by position:
 
-    [0, start)        gone (acknowledged, or past the budget): replayed when asked for
+    [0, start)        gone (acknowledged, sent with an order, or past the budget): replayed when
+                      asked for
     [start, end)      retained
     [next, end)       not sent to the subscriber yet; next < start: a gap that replay closes first
 

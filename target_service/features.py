@@ -62,7 +62,8 @@ class FeatureOutlet:
         requests: All requests of the engine, by request_id.
         outbox: Takes chunks for subscribers at the front.
         spec: Width and dtype of a row; width 0: the target captures no features.
-        retain_rows: Rows kept per request until they are acknowledged.
+        retain_rows: Rows kept per request until they are acknowledged, but for those that are sent
+            with an order.
         ring: Carries rows to drafts on this host; None: messages carry the rows.
     """
 

@@ -255,8 +255,8 @@ class VerifyOutput:
     Args:
         node_outputs: Registered node-indexed tensors, [L, ...] each.
         walk: Accepted paths.
-        num_nodes: [M] i64, of the M trees from the mailbox, the first ones; None: the host knows all
-            trees.
+        num_nodes: [M] i64, of the M trees from the mailbox, the first ones; None: the host knows
+            all trees.
         taken_token_ids, taken_parents: [M, N] i64, `token_ids` and `parent_index` of these trees.
     """
 

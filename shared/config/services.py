@@ -165,7 +165,8 @@ class TargetConfig(WorkerConfig):
     )
     feature_retain_rows: int = option(
         8192,
-        "feature rows kept per request until acknowledged; older ones are replayed",
+        "feature rows kept per request until acknowledged; older ones, and those sent with the "
+        "order of a tree, are replayed",
         minimum=0,
     )
     feature_ring_mb: int = option(
