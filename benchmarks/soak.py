@@ -10,7 +10,8 @@ whether memory grows.
     python -m benchmarks.soak --minutes 120 --output benchmarks/results/soak_cpu.json
 
 With `--stack`, options of `coppice up` as JSON (with the tables "target" and "draft"), there are no
-faults: as long a load, cancellations included, on a stack of any kind, on a GPU for one.
+faults unless `--faults` asks for them, which need two workers of each role: as long a load,
+cancellations included, on a stack of any kind, on a GPU for one.
 
     python -m benchmarks.soak --minutes 60 --rate 20 --stack '{"device": "cuda"}'
 """
@@ -100,11 +101,18 @@ class SoakScene(Scene):
 
 
 class Faults:
-    """Faults in random order, each kind as often as any other, for a given time."""
+    """Faults in random order, each kind as often as any other, for a given time.
 
-    def __init__(self, stack: HarmedStack, length_s: float, rng: random.Random) -> None:
+    Args:
+        gap_s: Seconds from a stack that is whole to the next fault, at least and at most.
+    """
+
+    def __init__(
+        self, stack: HarmedStack, length_s: float, gap_s: tuple[float, float], rng: random.Random
+    ) -> None:
         self._stack = stack
         self._length_s = length_s
+        self._gap_s = gap_s
         self._rng = rng
         self._deck: list[str] = []
         self.counts: collections.Counter[str] = collections.Counter()
@@ -115,7 +123,7 @@ class Faults:
         """Let faults happen until time is up; call `note` after each."""
         began_s = time.monotonic()
         while True:
-            gap_s = self._rng.uniform(*GAP_S)
+            gap_s = self._rng.uniform(*self._gap_s)
             passed_s = time.monotonic() - began_s
             if passed_s + gap_s > self._length_s:
                 time.sleep(max(0.0, self._length_s - passed_s))
@@ -173,9 +181,9 @@ def main() -> None:
     length_s = 60 * args.minutes
     results: dict[str, Any] = {**describe_machine(), "began": time.strftime("%F %T")}
     given = {"num_targets": NUM_OF_ROLE, "num_drafts": NUM_OF_ROLE, "port": 0, "device": "cpu"}
-    has_faults, tables = args.stack is None, {}
-    if not has_faults:
-        given = {"port": 0, "http_port": 0, **json.loads(args.stack)}
+    has_faults, tables = args.faults or args.stack is None, {}
+    if args.stack is not None:
+        given = (given if has_faults else {"port": 0, "http_port": 0}) | json.loads(args.stack)
         tables = {"target": TargetConfig(**given.pop("target", {}))}
         tables["draft"] = DraftConfig(**given.pop("draft", {}))
     config = stack_config(given, **tables)
@@ -186,7 +194,8 @@ def main() -> None:
         plain = generate_alone(stack.address, list(REQUESTS.values()))
         sampler = Sampler(stack)
         is_harmed = isinstance(stack, HarmedStack)
-        faults = Faults(stack, length_s, random.Random(args.seed)) if is_harmed else Quiet(length_s)
+        rng = random.Random(args.seed)
+        faults = Faults(stack, length_s, args.gaps, rng) if is_harmed else Quiet(length_s)
         address = stack.front_address if is_harmed else stack.address
 
         def note() -> None:
@@ -220,9 +229,22 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=0.3, help="requests per second")
     parser.add_argument("--seed", type=int, default=14)
     parser.add_argument("--stack", help="options of coppice up, JSON; then there are no faults")
+    parser.add_argument("--faults", action="store_true", help="beside --stack: faults all the same")
+    parser.add_argument(
+        "--gaps",
+        type=_seconds,
+        default=GAP_S,
+        metavar="LEAST,MOST",
+        help="seconds from a stack that is whole to the next fault (default: 20,60)",
+    )
     parser.add_argument("--log", default="", help="file for what the services write")
     parser.add_argument("--output", default="", help="file to write, JSON")
     return parser.parse_args()
+
+
+def _seconds(text: str) -> tuple[float, float]:
+    least, most = map(float, text.split(","))
+    return least, most
 
 
 def _results(
