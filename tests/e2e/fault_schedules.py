@@ -159,7 +159,7 @@ class Scene:
         """Pretend to be a draft on a peer channel, with garbage trees and then noise."""
         assert self.stack.garbler is not None
         for path in self.stack.shared_here():
-            for _ in range(0 if RINGS.is_name(path.name) else NUM_STRANGERS):
+            for _ in range(NUM_STRANGERS if path.is_socket() else 0):
                 send_garbage_to_peer(path, self.stack.garbler.opens, self.rng, num_frames=20)
 
     def _last(self, end: Callable[[], None]) -> None:

@@ -138,11 +138,14 @@ class Server(Stack):
         infos = [
             self.info(name) for name in targets if self.services[name].state is ServiceState.READY
         ]
+        sockets = [info.peer_socket for info in infos if info.peer_socket]
         return {
             RING_DIR / name
-            for info in infos
-            for name in (info.feature_ring, info.peer_socket)
-            if name
+            for name in (
+                *(info.feature_ring for info in infos if info.feature_ring),
+                *sockets,
+                *map(mailbox_name, sockets),  # of targets on a GPU
+            )
         }
 
     def processes(self) -> set[int]:
