@@ -208,7 +208,7 @@ def make_prompt_budget(
     """
     if device.type == "cpu" and config.prefill_chunk_len:
         return None
-    return PromptBudget(forwards, learns_context=device.type == "cpu")
+    return PromptBudget(forwards)
 
 
 def make_mailbox(

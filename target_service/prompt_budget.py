@@ -33,6 +33,9 @@ _MOST_CROWDED = 6.0
 # So that prompts get on beside any trees.
 _LEAST_ROWS = 16
 _EWMA_WEIGHT = 0.1
+# Prompts make a forward longer than the table says by so many times that at most: what takes longer
+# had to wait for something else.
+_MOST_MORE = 2.0
 
 
 class PromptBudget:
@@ -41,23 +44,16 @@ class PromptBudget:
     Args:
         costs: Of a forward, by its rows.
         clock: Monotonic, seconds.
-        learns_context: The table leaves out what reading the context costs, which on a CPU is as
-            much again: it is learned from steps with prompts.
     """
 
-    def __init__(
-        self,
-        costs: StepCosts,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        learns_context: bool = False,
-    ) -> None:
+    def __init__(self, costs: StepCosts, clock: Callable[[], float] = time.monotonic) -> None:
         self._costs = costs
         self._clock = clock
-        self._learns_context = learns_context
         self._ended_s = 0.0
         self._beside_s = 0.0  # what a round takes beside the forward: sampling, trees, hosts
-        self._context_s = 0.0  # what a row of a prompt takes beyond the table
+        # What a row of a prompt takes beyond the table: to read the context, which on a CPU is as
+        # much again, and for a draft that reads it on the same device.
+        self._context_s = 0.0
         self._crowded_size = self._fast_size()
 
     def note_step(
@@ -73,9 +69,9 @@ class PromptBudget:
         now = self._clock()
         took_s, ended_s, self._ended_s = now - self._ended_s, self._ended_s, now
         forward_s = self._costs.of(num_rows)
-        if num_chain_rows >= _LEAST_ROWS and self._learns_context:
-            more_s = now - max(began_s, ended_s) - forward_s
-            more_s = min(max(0.0, more_s), _MOST_CROWDED * forward_s) / num_chain_rows
+        if num_chain_rows >= _LEAST_ROWS:
+            more_s = now - max(began_s, ended_s) - forward_s - self._beside_s
+            more_s = min(max(0.0, more_s), _MOST_MORE * forward_s) / num_chain_rows
             self._context_s += _EWMA_WEIGHT * (more_s - self._context_s)
         if not num_chain_rows and took_s < 2 * forward_s:  # else nobody was decoding before
             beside_s = max(0.0, took_s - forward_s)

@@ -58,7 +58,7 @@ class Target:
             chunk_len=machine.chunk_len,
         )  # fmt: skip
         self.budget = self.world.scheduler.prompt_budget = PromptBudget(
-            machine.costs, clock=lambda: self.world.now, learns_context=machine.context_ms > 0
+            machine.costs, clock=lambda: self.world.now
         )
         self.machine = machine
         self.num_prompt_rows = 0

@@ -409,7 +409,21 @@ def test_what_a_round_takes_beside_its_forward_leaves_room_for_prompts() -> None
     budget.note_step(64)
     now += 30.0
     budget.note_step(256, num_chain_rows=254)
+    for _ in range(30):
+        now += COSTS.of(256) + 4.5
+        budget.note_step(256, num_chain_rows=254)
     assert 256 - 64 <= budget.num_rows(64, 999, now) < 256
+
+
+def test_what_a_prompt_takes_beyond_the_table_is_learned() -> None:
+    """A draft of the same GPU reads it, too."""
+    now = 0.0
+    budget = PromptBudget(COSTS, clock=lambda: now)
+    assert budget.num_rows(2, 999, now) == 128 - 2
+    for _ in range(30):
+        now += COSTS.of(128) + 6.0
+        budget.note_step(128, num_chain_rows=126)
+    assert budget.num_rows(2, 999, now) < 128 - 2
 
 
 def test_a_few_rows_do_not_cost_a_size_more() -> None:
