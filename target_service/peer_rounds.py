@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from shared.errors import InvalidTreeError
 from shared.messages import (
@@ -47,6 +48,14 @@ _NextShapes = tuple[TreeShape, TreeShape | None]  # of the tree that is ordered,
 
 ASK_ROUNDS = 16
 """Rounds of the root alone after which the first tree of a draft is ordered anew."""
+
+
+class _Orders(NamedTuple):
+    """What a PathBatch orders: trees of a shape, one after each path."""
+
+    shape: TreeShape
+    requests: Sequence[TargetRequest]
+    paths: Sequence[AcceptedNodes]
 
 
 class PeerRounds(TreeSource):
@@ -183,17 +192,27 @@ class PeerRounds(TreeSource):
     ) -> None:
         self.shapes.begin_orders()
         rows_of = self._rows_to_order(trees, nodes, has_features=features is not None)
+        ordered = []
         for (channel, shapes, has_features), rows in rows_of.items():
             requests, paths = [trees.requests[row] for row in rows], [nodes[row] for row in rows]
             if not has_features:
-                self._put_paths(channel, shapes, requests, paths, None)
+                ordered.append(self._put_paths(channel, shapes, requests, paths, None))
                 continue
             assert features is not None
             parts = [
                 features[row, : len(path.token_ids)] for row, path in zip(rows, paths, strict=True)
             ]
             for span, place, prepare in place_rows(self._state.features, channel, requests, parts):
-                self._put_paths(channel, shapes, requests[span], paths[span], place, prepare)
+                ordered.append(
+                    self._put_paths(channel, shapes, requests[span], paths[span], place, prepare)
+                )
+        ordered_ns = time.monotonic_ns()
+        # Before they are committed: the draft works on the next ones meanwhile. And of all shapes
+        # at once: paths whose orders come later than others the draft would extend once more.
+        for channel in dict.fromkeys(channel for channel, _, _ in rows_of):
+            channel.flush()
+        for orders in ordered:
+            self._note_orders(orders, ordered_ns)
 
     def _rows_to_order(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, has_features: bool
@@ -230,7 +249,8 @@ class PeerRounds(TreeSource):
         paths: Sequence[AcceptedNodes],
         rows: PathRows | None,
         prepare: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> _Orders:
+        """Queue a PathBatch."""
         shape, following = shapes
         entries = []
         for request, path in zip(requests, paths, strict=True):
@@ -239,27 +259,20 @@ class PeerRounds(TreeSource):
             entries.append(path_entry(request, request.draft, path, tag))
         batch = PathBatch(parts=tuple(entries), shape=shape, following=following, rows=rows)
         channel.put(batch, prepare=prepare)
-        self._note_orders(channel, shape, requests, paths)
+        return _Orders(shape, requests, paths)
 
-    def _note_orders(
-        self,
-        channel: PeerChannel,
-        shape: TreeShape,
-        requests: Sequence[TargetRequest],
-        paths: Sequence[AcceptedNodes],
-    ) -> None:
-        """Take note of the orders of a PathBatch, which is queued, and send it."""
-        ordered_ns = time.monotonic_ns()
-        peers = [request.draft for request in requests if request.draft is not None]
-        channel.flush()  # before they are committed: the draft works on the next ones meanwhile
-        for request, peer, path in zip(requests, peers, paths, strict=True):
+    def _note_orders(self, orders: _Orders, ordered_ns: int) -> None:
+        """Take note of the orders of a PathBatch, which has been sent."""
+        for request, path in zip(orders.requests, orders.paths, strict=True):
+            peer = request.draft
+            assert peer is not None
             peer.ordered_round = request.round_idx + 2
             peer.num_tokens_sent += len(path.token_ids)
             peer.ordered_ns = ordered_ns
             if peer.progress is Progress.JOINING:
                 _has_caught_up(request, peer)
             if request.num_in_flight == 1:  # else the next round is launched already
-                self.window.ordered(request.request_id, shape.num_draft_tokens)
+                self.window.ordered(request.request_id, orders.shape.num_draft_tokens)
 
     def note_step(
         self, trees: SampledTrees, nodes: Sequence[AcceptedNodes], *, is_clean: bool

@@ -835,6 +835,29 @@ def test_an_older_attached_draft_takes_no_features_from_one_that_is_not(make: Ma
     pair.finish()
 
 
+def test_orders_of_all_shapes_are_sent_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that hears of some would grow trees for those alone, and then for the others."""
+    pair = PeerPair(*make("eagle3"))
+    for index, shape in enumerate(SHAPES[:3]):
+        pair.open(LocalRequest(prompt=[5 + index, 6, 7], max_new_tokens=20, shape=shape))
+    sent: list[list[PathBatch]] = []
+    flush = PeerChannel.flush
+
+    def note(channel: PeerChannel) -> None:
+        batches = [m for m in channel._queued if isinstance(m, PathBatch)]
+        if batches:
+            sent.append(batches)
+        flush(channel)
+
+    monkeypatch.setattr(PeerChannel, "flush", note)
+    num_shapes = []
+    while pair.step():
+        assert len(sent) <= 1
+        num_shapes += [len(batches) for batches in sent]
+        sent.clear()
+    assert max(num_shapes) == 3
+
+
 def test_rows_that_were_sent_with_an_order_are_not_kept(make: Make) -> None:
     pair = PeerPair(*make("eagle3", {}))
     request = opened(pair)
