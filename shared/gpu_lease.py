@@ -54,15 +54,14 @@ def lease_gpu(
         role: Said to whoever finds the GPU taken.
         list_gpus: Returns the uuids of the machine's GPUs in PCI order; default: ask the driver.
     Returns: None when no lease is wanted: on a CPU, or with an empty `gpu_lease_dir`.
-    Mutates: CUDA_VISIBLE_DEVICES, which `gpus` limits even without a lease.
+    Mutates: CUDA_VISIBLE_DEVICES, which `gpus` indexes and limits, with a lease or without.
     Raises: ConfigError if the pool names unknown GPUs or all of its GPUs are taken.
     """
     if config.device == "cpu":
         return None
     if not config.gpu_lease_dir:
         if config.gpus:
-            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-            os.environ["CUDA_VISIBLE_DEVICES"] = config.gpus
+            _show_only(config.gpus)
         return None
     pool = _pool((list_gpus or list_machine_gpus)(), config.gpus)
     if not pool:
@@ -81,6 +80,38 @@ def lease_gpu(
     os.environ["CUDA_VISIBLE_DEVICES"] = lease.uuid
     logger.info("leased GPU %s", lease.uuid)
     return lease
+
+
+def _show_only(gpus: str) -> None:
+    """Limit CUDA_VISIBLE_DEVICES to `gpus`: its entries, by their index, or GPUs by their uuid."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is None:
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+        return
+    entries, names = _split(shown), _split(gpus)
+    for name in names:
+        if name.isdigit() and int(name) >= len(entries):
+            raise ConfigError(f"--gpus names GPU {name!r}, and CUDA_VISIBLE_DEVICES is {shown!r}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+        [entries[int(name)] if name.isdigit() else name for name in names]
+    )
+
+
+def visible_gpus() -> list[str]:
+    """Return the machine's GPUs that CUDA_VISIBLE_DEVICES leaves, in its order: as CUDA has it,
+    those before the first entry that names none.
+    """
+    machine, shown = list_machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is None:
+        return machine
+    visible = []
+    for name in _split(shown):
+        try:
+            visible += _select(machine, name, "CUDA_VISIBLE_DEVICES")
+        except ConfigError:
+            break
+    return visible
 
 
 def list_machine_gpus() -> list[str]:
@@ -138,7 +169,7 @@ def _pool(uuids: Sequence[str], gpus: str) -> list[str]:
 
 def _select(uuids: Sequence[str], wanted: str, source: str) -> list[str]:
     selected = []
-    for name in filter(None, (part.strip() for part in wanted.split(","))):
+    for name in _split(wanted):
         if name.isdigit():
             matches = [uuids[int(name)]] if int(name) < len(uuids) else []
         else:
@@ -148,6 +179,10 @@ def _select(uuids: Sequence[str], wanted: str, source: str) -> list[str]:
             raise ConfigError(f"{source} names GPU {name!r}; the GPUs visible here are: {shown}")
         selected += matches
     return selected
+
+
+def _split(names: str) -> list[str]:
+    return [name for part in names.split(",") if (name := part.strip())]
 
 
 def _lock_one(pool: Sequence[str], folder: Path, role: str) -> GpuLease:

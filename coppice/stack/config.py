@@ -18,7 +18,7 @@ from shared.config import (
 from shared.config.check import check_config
 from shared.config.ports import LOOPBACK
 from shared.errors import ConfigError
-from shared.gpu_lease import list_machine_gpus
+from shared.gpu_lease import visible_gpus
 
 CORES_PER_WORKER = 8
 MAX_AUTO_WORKERS = 4
@@ -305,7 +305,7 @@ def _pair_gpus(up: UpConfig, given: Mapping[str, Any]) -> tuple[str, ...]:
             )
     if "none" in (up.draft_model, up.algorithm):
         raise ConfigError("--pair-gpus needs a draft; for targets alone use --target-gpus")
-    gpus = tuple(list_machine_gpus())
+    gpus = tuple(visible_gpus())
     if not gpus:
         raise ConfigError(f"--pair-gpus is {up.pair_gpus}, and this machine shows no GPU")
     named = gpus if up.pair_gpus == "all" else split_list(up.pair_gpus)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from shared.config import DraftConfig, TargetConfig, WorkerConfig
-from shared.gpu_lease import list_machine_gpus
+from shared.gpu_lease import visible_gpus
 
 if TYPE_CHECKING:
     from coppice.stack.config import StackConfig
@@ -23,7 +23,7 @@ DRAFT_KV_FRACTION = 0.25
 def gpus_of_workers(config: StackConfig) -> list[str]:
     """Return the GPU option of every target, then of every draft.
 
-    Where nothing is said, workers take the machine's GPUs in turn, so that a draft does not share
+    Where nothing is said, workers take the visible GPUs in turn, so that a draft does not share
     its target's GPU when there is another one.
     """
     groups = (
@@ -32,7 +32,7 @@ def gpus_of_workers(config: StackConfig) -> list[str]:
     )
     found: list[str] = []
     if any(count and not asked and _takes_any_gpu(worker) for worker, count, asked in groups):
-        found = list_machine_gpus()
+        found = visible_gpus()
     gpus: list[str] = []
     for worker, count, asked in groups:
         for turn in range(count):
@@ -52,7 +52,7 @@ def places_of(config: StackConfig, gpus: Sequence[str]) -> list[str]:
     Args:
         gpus: What `gpus_of_workers` returned.
     """
-    found = list_machine_gpus() if any(map(str.isdecimal, gpus)) else []
+    found = visible_gpus() if any(map(str.isdecimal, gpus)) else []
     places: list[str] = []
     workers = [config.target] * config.num_targets + [config.draft] * config.num_drafts
     for worker, gpu in zip(workers, gpus, strict=True):

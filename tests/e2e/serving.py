@@ -26,6 +26,7 @@ from shared.access.caller import Caller
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig, read_secret
 from shared.config.loader import to_arguments
 from shared.peer.ring import RING_DIR
+from shared.peer.shared_files import mailbox_name
 from shared.rpc.health_names import DRAFT_SERVICE, SPECULATION_SERVICE, TARGET_SERVICE
 from tests.processes import is_alive, is_spawned, members_of, oldest, wait_for
 from tests.scrape import free_ports

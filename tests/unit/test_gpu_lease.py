@@ -12,9 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from shared import gpu_lease
 from shared.config import TargetConfig
 from shared.errors import ConfigError
-from shared.gpu_lease import GpuLease, lease_gpu, list_machine_gpus, parse_listing
+from shared.gpu_lease import (
+    GpuLease,
+    lease_gpu,
+    list_machine_gpus,
+    parse_listing,
+    visible_gpus,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = ["GPU-aaaa-0", "GPU-bbbb-1", "GPU-cccc-2"]
@@ -96,11 +103,38 @@ def test_no_lease_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def never() -> list[str]:
         raise AssertionError("the driver is asked for nothing")
 
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-bbbb-1,7")
     assert lease_gpu(TargetConfig(), role="target", list_gpus=never) is None
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,GPU-bbbb-1,7"
+    assert lease_gpu(TargetConfig(gpus="1,0"), role="target", list_gpus=never) is None
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-bbbb-1,5"
+    with pytest.raises(ConfigError, match="--gpus names GPU '2', and CUDA_VISIBLE_DEVICES is"):
+        lease_gpu(TargetConfig(gpus="2"), role="target", list_gpus=never)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert lease_gpu(TargetConfig(gpus="1,0"), role="target", list_gpus=never) is None
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (None, GPUS),
+        ("2,0", [GPUS[2], GPUS[0]]),
+        ("GPU-bbbb, 2", [GPUS[1], GPUS[2]]),
+        ("1,-1,0", [GPUS[1]]),
+        ("", []),
+    ],
+)
+def test_what_cuda_shows_is_visible(
+    shown: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_lease, "list_machine_gpus", lambda: GPUS)
+    if shown is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert visible_gpus() == expected
 
 
 def test_no_lease_on_a_cpu(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def config_of(
 
 
 def gpus_of(config: StackConfig, monkeypatch: pytest.MonkeyPatch, found: list[str]) -> list[str]:
-    monkeypatch.setattr(gpus_module, "list_machine_gpus", lambda: found)
+    monkeypatch.setattr(gpus_module, "visible_gpus", lambda: found)
     stack = built(config)
     workers = [name for name in stack.services if name not in FRONTS]
     return [getattr(config_of(stack, name), "gpus") for name in workers]  # noqa: B009
@@ -173,7 +173,7 @@ def shares_of(stack: Stack) -> dict[str, tuple[bool, float]]:
 
 def test_a_gpu_has_one_name_however_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets are placed by index; the draft takes the machine's GPUs in turn, by uuid."""
-    monkeypatch.setattr(gpus_module, "list_machine_gpus", lambda: GPUS[:2])
+    monkeypatch.setattr(gpus_module, "visible_gpus", lambda: GPUS[:2])
     assert shares_of(built(StackConfig(num_targets=2, target_gpus=("0", "1")))) == {
         "target-0": (True, TARGET_KV_FRACTION),
         "target-1": (False, WorkerConfig.kv_memory_fraction),
@@ -199,7 +199,7 @@ def test_memory_that_somebody_gave_stays_as_it_is(own: dict[str, Any]) -> None:
 
 
 def test_a_pair_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_module, "list_machine_gpus", lambda: GPUS)
+    monkeypatch.setattr(config_module, "visible_gpus", lambda: GPUS)
     assert gpus_of(stack_config({"pair_gpus": "0,3"}), monkeypatch, GPUS) == ["0", "3"] * 2
     assert gpus_of(stack_config({"pair_gpus": "all"}), monkeypatch, GPUS) == [*GPUS, *GPUS]
 
@@ -218,13 +218,13 @@ def test_a_pair_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pairs_are_not_placed_twice(
     given: dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config_module, "list_machine_gpus", list)
+    monkeypatch.setattr(config_module, "visible_gpus", list)
     with pytest.raises(ConfigError, match=word):
         stack_config({"pair_gpus": "0,1", **given})
 
 
 def test_pairs_need_the_name_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_module, "list_machine_gpus", lambda: GPUS)
+    monkeypatch.setattr(config_module, "visible_gpus", lambda: GPUS)
     with pytest.raises(ConfigError, match="names no GPU"):
         stack_config({"pair_gpus": ","})
 
