@@ -1,10 +1,13 @@
 """Measure how long a round of all running requests takes.
 
-A round may be spread over several steps, if requests take turns in them.
+A round may be spread over several steps, if requests take turns in them. And requests without trees
+may have several rounds while others wait for trees, as on a CPU: then a round of all has one of
+these.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +18,13 @@ from target_service.budgets.costs import RoundKind
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+# In a round without trees that is learned from, so many of the running requests had one: where
+# others wait for trees, the few without trees have rounds of their own, which take less. And a step
+# without trees is one of further rounds if so many of its requests had another one.
+_LEAST_PART = 7 / 8
+# Steps that are remembered: more than requests without trees have while a tree grows.
+_MOST_STEPS = 32
 
 
 class StepTimes(NamedTuple):
@@ -36,12 +46,27 @@ class StepTimes(NamedTuple):
     is_clean: bool
 
 
+class _Step(NamedTuple):
+    """A step that has ended.
+
+    Args:
+        slots: Of its requests.
+        has_trees: Some of its requests had trees, or waited for some.
+    """
+
+    slots: Ints
+    has_trees: bool
+    took_s: float
+    ended_s: float
+
+
 class TimedRound(NamedTuple):
     """A round of all requests.
 
     Args:
         kind: What its time depends on.
-        took_s: From the end of the round before to the end of this round.
+        took_s: From the end of the round before to the end of this round, without further rounds of
+            requests that have no trees.
         ended_s: When the round ended, monotonic.
     """
 
@@ -65,6 +90,8 @@ class RoundTimer:
         self._num_rows = np.zeros(num_slots)
         self._rungs: Ints = np.zeros(num_slots, dtype=np.int64)
         self._was_clean = False
+        self._last_s = 0.0
+        self._steps: deque[_Step] = deque(maxlen=_MOST_STEPS)
 
     def begin(self, slot: int) -> None:
         """Note that a new request holds a slot: no round of it has ended."""
@@ -84,24 +111,50 @@ class RoundTimer:
         self._ended_s[slots] = now_s
         self._num_rows[slots] = times.num_rows / max(len(slots), 1)
         self._rungs[slots] = rungs
+        self._steps.append(_Step(slots, bool(rungs.any()), now_s - self._last_s, now_s))
+        self._last_s = now_s
         is_clean, self._was_clean = times.is_clean and self._was_clean, times.is_clean
         if not is_clean or not len(slots) or not ended_s.all():
             return None
         # Rounds of requests without trees may be shorter: they do not wait for trees.
         with_trees = ended_s[rungs > 0]
         began_s = _median(with_trees if len(with_trees) else ended_s)
-        kind = self._kind_since(began_s, max(times.num_requests, len(slots)))
+        ran = np.flatnonzero(self._ended_s > began_s)
+        kind = self._kind_of(ran, max(times.num_requests, len(slots)))
         if kind.rung and not len(with_trees):
             return None
-        return TimedRound(kind, now_s - began_s, now_s)
+        if not kind.rung and len(ran) < _LEAST_PART * kind.num_requests:
+            return None
+        took_s = now_s - began_s
+        if kind.rung:
+            took_s -= self._further_rounds_s(began_s)
+        return TimedRound(kind, took_s, now_s)
 
-    def _kind_since(self, began_s: float, num_requests: int) -> RoundKind:
-        """Return the kind of a round of all requests, from the rounds that ended since `began_s`.
+    def _further_rounds_s(self, began_s: float) -> float:
+        """Return how long steps without trees took whose requests have had a round since then.
 
-        Requests may take turns in steps. Requests without a round since then are taken to be like
-        the requests that had one.
+        Args:
+            began_s: When the round of those with trees began.
         """
-        ran = np.flatnonzero(self._ended_s > began_s)
+        had_one = np.zeros(len(self._ended_s), dtype=bool)
+        further_s = 0.0
+        for step in reversed(self._steps):
+            if step.ended_s <= began_s:
+                break
+            is_plain = not step.has_trees and len(step.slots) > 0
+            if is_plain and had_one[step.slots].mean() >= _LEAST_PART:
+                further_s += step.took_s
+            had_one[step.slots] = True
+        return further_s
+
+    def _kind_of(self, ran: Ints, num_requests: int) -> RoundKind:
+        """Return the kind of a round of all requests, from those that had a round since it began.
+
+        Requests may take turns in steps. Requests without a round are taken to be like the others.
+
+        Args:
+            ran: Slots of the requests that had one.
+        """
         rungs = self._rungs[ran]
         scale = num_requests / len(ran)
         return RoundKind(
