@@ -31,7 +31,7 @@ DECISION_ROUNDS = 4
 
 # Hysteresis: the share of tokens per second that a change must add. Larger on a CPU, where times of
 # rounds scatter because other processes use the cores as well.
-_FAVOUR, _FAVOUR_CPU = 0.02, 0.1
+_FAVOUR, _FAVOUR_CPU = 0.02, 0.05
 # The share that trees must add over no trees at all, or drafts do not read new prompts and, on a
 # GPU, all rest; and where there are trees already. Beside what a round without prompts takes,
 # drafts have prompts to read, and requests with trees end one by one, those without them together.
