@@ -228,7 +228,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--rate", type=float, default=0.3, help="requests per second")
     parser.add_argument("--seed", type=int, default=14)
-    parser.add_argument("--stack", help="options of coppice up, JSON; then there are no faults")
+    parser.add_argument(
+        "--stack", help="options of coppice up, JSON; without --faults there are none"
+    )
     parser.add_argument("--faults", action="store_true", help="beside --stack: faults all the same")
     parser.add_argument(
         "--gaps",

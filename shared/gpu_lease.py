@@ -92,7 +92,10 @@ def _show_only(gpus: str) -> None:
     entries, names = _split(shown), _split(gpus)
     for name in names:
         if name.isdigit() and int(name) >= len(entries):
-            raise ConfigError(f"--gpus names GPU {name!r}, and CUDA_VISIBLE_DEVICES is {shown!r}")
+            raise ConfigError(
+                f"--gpus names GPU {name!r}, counted from 0 among those that CUDA_VISIBLE_DEVICES "
+                f"shows, {shown!r}: name one of these, or set the variable otherwise"
+            )
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
         [entries[int(name)] if name.isdigit() else name for name in names]
     )

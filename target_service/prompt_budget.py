@@ -9,6 +9,8 @@ Where several prompts wait, many such steps follow each other, so they take one 
 long at first. No step is larger then than it must be to read them nearly as fast as they can be
 read, nor takes many times as long as one without prompts: a short prompt that comes next waits for
 the step in flight, and passes the others in the one behind it.
+
+Times are those of the table, and what is learned beside it: of a round, and of a prompt's row.
 """
 
 from __future__ import annotations

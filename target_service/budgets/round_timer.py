@@ -90,7 +90,6 @@ class RoundTimer:
         self._num_rows = np.zeros(num_slots)
         self._rungs: Ints = np.zeros(num_slots, dtype=np.int64)
         self._was_clean = False
-        self._last_s = 0.0
         self._steps: deque[_Step] = deque(maxlen=_MOST_STEPS)
 
     def begin(self, slot: int) -> None:
@@ -111,8 +110,8 @@ class RoundTimer:
         self._ended_s[slots] = now_s
         self._num_rows[slots] = times.num_rows / max(len(slots), 1)
         self._rungs[slots] = rungs
-        self._steps.append(_Step(slots, bool(rungs.any()), now_s - self._last_s, now_s))
-        self._last_s = now_s
+        before_s = self._steps[-1].ended_s if self._steps else 0.0
+        self._steps.append(_Step(slots, bool(rungs.any()), now_s - before_s, now_s))
         is_clean, self._was_clean = times.is_clean and self._was_clean, times.is_clean
         if not is_clean or not len(slots) or not ended_s.all():
             return None

@@ -840,16 +840,23 @@ def test_orders_of_all_shapes_are_sent_at_once(make: Make, monkeypatch: pytest.M
     pair = PeerPair(*make("eagle3"))
     for index, shape in enumerate(SHAPES[:3]):
         pair.open(LocalRequest(prompt=[5 + index, 6, 7], max_new_tokens=20, shape=shape))
+    queued: list[PathBatch] = []
     sent: list[list[PathBatch]] = []
-    flush = PeerChannel.flush
+    put, flush = PeerChannel.put, PeerChannel.flush
 
-    def note(channel: PeerChannel) -> None:
-        batches = [m for m in channel._queued if isinstance(m, PathBatch)]
-        if batches:
-            sent.append(batches)
+    def note_put(channel: PeerChannel, message: Any, **options: Any) -> None:
+        if isinstance(message, PathBatch):
+            queued.append(message)
+        put(channel, message, **options)
+
+    def note_flush(channel: PeerChannel) -> None:
+        if queued:
+            sent.append(queued.copy())
+            queued.clear()
         flush(channel)
 
-    monkeypatch.setattr(PeerChannel, "flush", note)
+    monkeypatch.setattr(PeerChannel, "put", note_put)
+    monkeypatch.setattr(PeerChannel, "flush", note_flush)
     num_shapes = []
     while pair.step():
         assert len(sent) <= 1
