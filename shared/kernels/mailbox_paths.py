@@ -414,7 +414,7 @@ def take_paths_ref(
 ) -> torch.Tensor:
     """Do what `take_paths` does in plain torch, of the words that are there."""
     round_tag = round_tag[:num_reqs, None]
-    word = torch.full((num_reqs, MAX_PATH), -1)  # [R, 8]
+    word = torch.full((num_reqs, MAX_PATH), -1)  # [R, MAX_PATH]
     for i, own in enumerate(paths):
         is_own = (mailbox == i) & (slot[i] >= 0)
         word[is_own] = own[slot[i][is_own].long()]

@@ -15,7 +15,7 @@ import triton.language as tl
 TAG_BITS = 23
 # Most nodes of a tree, root included, and most tokens of a path, bonus included.
 NODES = 64
-MAX_PATH = 8
+MAX_PATH = 16
 # The parent of a node that is not there.
 NO_NODE = 255
 

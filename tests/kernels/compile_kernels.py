@@ -46,6 +46,7 @@ from shared.kernels import (
     tree_select,
 )
 from shared.kernels.dispatch import LAUNCH_OPTIONS
+from shared.kernels.mailbox_words import MAX_PATH
 from tests.kernels.compile_experts import choice_kernels, expert_kernels
 from tests.kernels.compile_latents import latent_kernels
 from tests.kernels.compile_norms import norm_kernels
@@ -359,8 +360,8 @@ def fp8_row_products(dtype: str, scaling: str):
 
 def mailbox_kernels(values: str):
     """Yield what posts to a mailbox and takes out of it, as `kernels` does."""
-    width = {"MAX_PATH": 8, "WIDTH": 12288, "BLOCK": mailbox_paths._BLOCK}
-    lanes = {"MAX_PATH": 8, "LANES": mailbox_paths._LANES}
+    width = {"MAX_PATH": MAX_PATH, "WIDTH": 12288, "BLOCK": mailbox_paths._BLOCK}
+    lanes = {"MAX_PATH": MAX_PATH, "LANES": mailbox_paths._LANES}
     ids, counts = "*i64", "*i32"
     yield (
         mailbox_paths._post_rows_kernel,
@@ -386,7 +387,7 @@ def mailbox_kernels(values: str):
     yield (
         mailbox_paths._post_paths_kernel,
         [ids, counts, counts, ids, ids, counts, "i32"],
-        {"MAX_PATH": 8, "HAS_FENCE": True},
+        {"MAX_PATH": MAX_PATH, "HAS_FENCE": True},
         {"num_warps": 1},
     )
     yield (

@@ -74,7 +74,9 @@ def posted(round_tag: int, tokens: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("num_steps", "width"), [(1, 1), (6, 80), (8, 2500), (12, 80)])
+@pytest.mark.parametrize(
+    ("num_steps", "width"), [(1, 1), (6, 80), (MAX_PATH, 2500), (MAX_PATH + 4, 80)]
+)
 def test_posting_writes_paths_and_their_rows_alone(
     device: torch.device, num_steps: int, width: int, dtype: torch.dtype
 ) -> None:
@@ -191,7 +193,7 @@ def check_taken(
     return found
 
 
-@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize("width", [1, 4, MAX_PATH])
 def test_paths_are_taken_whole_or_not_at_all(device: torch.device, width: int) -> None:
     rng = random.Random(width)
     round_tag = 2**TAG_BITS - 5
@@ -201,11 +203,14 @@ def test_paths_are_taken_whole_or_not_at_all(device: torch.device, width: int) -
     late = [good[:at] + [-1] + good[at + 1 :] for at in (0, 4, 7)]
     outside = good[: width - 1] + [word(round_tag, width, VOCAB_SIZE)] + good[width:]
     huge = [word(round_tag, width, 2**32 - 1), *good[1:]]
-    past = good[:width] + [word(round_tag, width, 2**31)] * (8 - width)  # nobody reads those tokens
-    none, too_long, longest = ([word(round_tag, size, 1)] * 8 for size in (0, width + 1, 255))
+    past = good[:width] + [word(round_tag, width, 2**31)] * (MAX_PATH - width)  # not read
+    none, too_long, longest = (
+        [word(round_tag, size, 1)] * MAX_PATH for size in (0, width + 1, 255)
+    )
     below_zero = [good[0] - 2**63, *good[1:]]
-    cases = [good, *stale, *late, outside, huge, past, none, too_long, longest, below_zero, [0] * 8]
-    cases += [[rng.getrandbits(64) - 2**63 for _ in range(8)] for _ in range(3)]
+    cases = [good, *stale, *late, outside, huge, past, none, too_long, longest, below_zero]
+    cases += [[0] * MAX_PATH]
+    cases += [[rng.getrandbits(64) - 2**63 for _ in range(MAX_PATH)] for _ in range(3)]
     memory = mailbox(1 + len(cases), device)
     memory[0] = torch.tensor(good)  # before the mailbox: slot -1 is none
     paths = memory[1:]
@@ -274,7 +279,7 @@ def test_paths_are_taken_from_several_mailboxes(device: torch.device, num_mailbo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("path_width", "width"), [(1, 1), (5, 80), (8, 2500)])
+@pytest.mark.parametrize(("path_width", "width"), [(1, 1), (5, 80), (MAX_PATH, 2500)])
 def test_rows_of_the_path_are_taken(
     device: torch.device, path_width: int, width: int, dtype: torch.dtype
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 import draft_service.device_rounds.rounds
 from draft_service.device_rounds.mailbox_io import MailboxPaths
 from draft_service.device_rounds.rounds import DeviceRounds
+from shared.kernels.mailbox_words import MAX_PATH
 from shared.messages import PathBatch, SamplingParams, TokenTree, TreeShape
 from shared.peer.channel import PeerChannel
 from shared.peer.mailbox import is_tag
@@ -36,8 +37,8 @@ from tests.marks import EXHAUSTIVE, exhaustive, first_fast
 from tests.peer_pair import PeerPair, close_channels, peer_rounds
 from tests.unit.test_engine_peer_rounds import PAGE_SIZES
 
-DEEPEST = TreeShape(num_steps=7, topk=4, num_draft_tokens=24)
-TOO_DEEP = TreeShape(num_steps=8, topk=2, num_draft_tokens=16)
+DEEPEST = TreeShape(num_steps=MAX_PATH - 1, topk=4, num_draft_tokens=24)
+TOO_DEEP = TreeShape(num_steps=MAX_PATH, topk=2, num_draft_tokens=16)
 
 
 # --- words ---------------------------------------------------------------------------------------
@@ -422,7 +423,9 @@ def another_path(words: torch.Tensor, tag: int, rng: random.Random) -> None:
     length = rng.randint(1, 4)
     tokens = [VOCAB_SIZE - 1 - rng.randrange(3) for _ in range(length)]
     words.copy_(
-        torch.tensor([word(tag, length, token) for token in (tokens + [0] * 8)[: len(words)]])
+        torch.tensor(
+            [word(tag, length, token) for token in (tokens + [0] * len(words))[: len(words)]]
+        )
     )
 
 
