@@ -22,9 +22,9 @@ LADDER = (
     TreeShape(num_steps=2, topk=1, num_draft_tokens=3),
     TreeShape(num_steps=3, topk=1, num_draft_tokens=4),
     TreeShape(num_steps=5, topk=1, num_draft_tokens=6),
-    TreeShape(num_steps=6, topk=2, num_draft_tokens=8),
-    TreeShape(num_steps=6, topk=4, num_draft_tokens=16),
-    TreeShape(num_steps=6, topk=8, num_draft_tokens=32),
+    TreeShape(num_steps=7, topk=2, num_draft_tokens=8),
+    TreeShape(num_steps=7, topk=4, num_draft_tokens=16),
+    TreeShape(num_steps=7, topk=8, num_draft_tokens=32),
 )
 
 

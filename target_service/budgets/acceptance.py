@@ -3,15 +3,17 @@
 The model: given that the node above was accepted, the chance that a node at the next depth is
 accepted is
 
-    1 - exp(-exp(mean_ease + ease + depth_offset[depth] + rung_offset[rung]))
+    1 - exp(-exp(mean_ease + ease + depth_offset[depth] + rung_offset[rung] + breadth[ease, rung]))
 
 `ease` belongs to the request, `mean_ease` to all texts of the last seconds. The offsets belong to
-the draft: deep nodes are harder, and a bushy tree tries more nodes per depth than a chain. The rung
-offset of a chain is 0, since chains of all lengths begin alike.
+the draft: deep nodes are harder, and a bushy tree tries more nodes per depth than a chain. How many
+more depends on the text, because the best nodes are deep where it is easy and side by side where it
+is hard: `breadth` says so, and is not learned. Both are 0 for a chain, since chains of all lengths
+begin alike.
 
 A round with n accepted drafts is n successful trials and, unless the tree ended there, one failed
-trial. All four terms are fitted to these trials by Newton steps of a regression with this link
-(complementary log-log). A request about which little is known has the mean ease.
+trial. The other four terms are fitted to these trials by Newton steps of a regression with this
+link (complementary log-log). A request about which little is known has the mean ease.
 """
 
 from __future__ import annotations
@@ -35,10 +37,14 @@ _CLASS_WIDTH = 0.125
 NUM_CLASSES = 1 + round((_MOST_EASE - _LEAST_EASE) / _CLASS_WIDTH)
 LAST_HOPELESS_CLASS = 6
 """One draft in seven accepted, or fewer: trees cost more than they bring, even to one request."""
+_EASE = np.linspace(_LEAST_EASE, _MOST_EASE, NUM_CLASSES)
 # First guess of the mean, before any round: in a chain two drafts of three are accepted.
 _FIRST_EASE = math.log(-math.log(1 / 3))
-# How the odds of a step grow with the nodes per step (`_first_offset`): measured.
-_BREADTH_GAIN = 0.36
+# How the odds of a step grow with the logarithm of the nodes per step, and where they are those of
+# a chain; trees of many nodes count as if they had no more than so many (`_breadth`). Fitted to
+# trees of 8 to 32 nodes for an 8B's texts, easy and hard ones.
+_BREADTH_GAIN, _BREADTH_OF_CHAIN = 0.232, 0.45
+_MOST_NODES, _NODES_SCALE = 24.0, 20.0
 
 # Share of the evidence about a request that is kept after each of its rounds with a tree.
 _EVIDENCE_KEPT = 0.96
@@ -82,8 +88,11 @@ class Acceptance:
         self._depth_offset = np.zeros(len(self._depth))
         self._depth_evidence = np.zeros(len(self._depth))
         self._is_chain = np.array([True, *(shape.topk == 1 for shape in ladder)])
-        self._rung_offset = np.array([0.0, *map(_first_offset, ladder)])
+        self._rung_offset = np.zeros(1 + len(ladder))
         self._rung_evidence = np.zeros(1 + len(ladder))
+        nothing = np.zeros(NUM_CLASSES)
+        # [NUM_CLASSES, rungs]
+        self._breadth = np.array([nothing, *map(_breadth, ladder)]).T
 
     def begin(self, slot: int) -> None:
         """Note that a new request holds a slot: nothing is known of it."""
@@ -106,7 +115,8 @@ class Acceptance:
             num_steps = np.minimum(num_steps, most_steps)
         is_trial = self._depth <= np.minimum(accepted + 1, num_steps[:, None])
         ease = self._mean + self._ease[slots, None]
-        link = ease + self._depth_offset + self._rung_offset[rungs, None]
+        offset = self._rung_offset[rungs] + self._breadth[_class_of(ease[:, 0]), rungs]
+        link = ease + self._depth_offset + offset[:, None]
         hazard = np.exp(_clipped(link, -4.0, 2.0))
         failure = np.exp(-hazard)
         odds = failure / (1.0 - failure)
@@ -165,8 +175,8 @@ class Acceptance:
 
         They are 1 at rung 0, and never fewer at a higher rung; the first class has 1 at all rungs.
         """
-        ease = np.linspace(_LEAST_EASE, _MOST_EASE, NUM_CLASSES)
-        link = ease[:, None, None] + self._rung_offset[:, None] + self._depth_offset
+        offset = self._rung_offset + self._breadth
+        link = (_EASE[:, None] + offset)[:, :, None] + self._depth_offset
         chance = 1.0 - np.exp(-np.exp(_clipped(link, -4.0, 2.0)))  # [C, R, D]
         chance *= self._depth <= self._num_steps[:, None]
         gains = 1.0 + np.cumprod(chance, axis=2).sum(axis=2)
@@ -209,10 +219,17 @@ class Acceptance:
         self._rung_offset += _clipped(step, -_MOST_STEP, _MOST_STEP)
 
 
-def _first_offset(shape: TreeShape) -> float:
-    """Return the first guess of a rung's offset: more nodes per step, better odds of a step."""
-    nodes_per_step = shape.num_draft_tokens / (1 + shape.num_steps)
-    return math.log(1.0 + _BREADTH_GAIN * math.log(max(nodes_per_step, 1.0)))
+def _breadth(shape: TreeShape) -> Floats:
+    """Return by class how the odds of a tree's steps differ from a chain's, [NUM_CLASSES].
+
+    They depend on nodes per step, of the steps that a chain of that depth is expected to get.
+    """
+    if shape.topk == 1:
+        return np.zeros(NUM_CLASSES)
+    chance = 1.0 - np.exp(-np.exp(_EASE))
+    num_steps = (chance[:, None] ** np.arange(1 + shape.num_steps)).sum(axis=1)
+    num_nodes = _MOST_NODES * (1.0 - math.exp(-shape.num_draft_tokens / _NODES_SCALE))
+    return _BREADTH_GAIN * (np.log(num_nodes / num_steps) - _BREADTH_OF_CHAIN)
 
 
 def _class_of(ease: Floats) -> Ints:

@@ -243,7 +243,7 @@ def test_what_is_learned_is_near_the_truth(seed: int, count: int) -> None:
     assert np.abs(gains - expected).max() < 1.1
 
 
-@pytest.mark.parametrize("rung", [3, 5])
+@pytest.mark.parametrize("rung", [3, 4])
 def test_what_is_learned_of_one_rung_is_known_of_shorter_chains(rung: int) -> None:
     """All begin alike. Of each text the beginning is harder: that is no trait of the rung's."""
     rng = np.random.default_rng(1)
@@ -328,19 +328,19 @@ def test_once_prompts_are_read_rows_have_the_price_of_a_step_without_them() -> N
     chosen = []
     for num_mixed in (0, 40):
         costs = RoundCosts(FORWARD, LADDER, is_padded=True, most_rows=1536)
-        budget = TreeBudget(costs, LADDER, 24, clock=lambda: 0.0)
-        slots, ones = np.arange(24), np.ones(24, dtype=np.int64)
+        budget = TreeBudget(costs, LADDER, 32, clock=lambda: 0.0)
+        slots, ones = np.arange(32), np.ones(32, dtype=np.int64)
         for slot in slots.tolist():
             budget.begin(slot)
-        caps = np.full(24, len(LADDER))
+        caps = np.full(32, len(LADDER))
         rungs = []
-        for i in range(num_mixed + 4):
+        for i in range(44):
             times = StepTimes(
-                num_rows=96,
-                num_requests=24,
+                num_rows=128,
+                num_requests=32,
                 waited_rungs=3 * ones,
                 has_prompts=i < num_mixed,
-                is_clean=i >= num_mixed,
+                is_clean=i >= 40,
             )
             budget.note_step(slots, 4 * ones, 3 * ones, times)
             if budget.is_due:
@@ -355,6 +355,7 @@ def test_once_prompts_are_read_rows_have_the_price_of_a_step_without_them() -> N
 @pytest.mark.parametrize(
     ("largest", "shapes"),
     [
+        ("7/8/32", "1/1/2,2/1/3,3/1/4,5/1/6,7/2/8,7/4/16,7/8/32"),
         ("6/8/32", "1/1/2,2/1/3,3/1/4,5/1/6,6/2/8,6/4/16,6/8/32"),
         ("5/8/32", "1/1/2,2/1/3,3/1/4,5/1/6,5/2/8,5/4/16,5/8/32"),
         ("4/2/8", "1/1/2,2/1/3,3/1/4,4/2/6,4/2/8"),

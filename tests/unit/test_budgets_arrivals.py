@@ -276,7 +276,8 @@ def test_a_batch_of_texts_that_differ_is_near_the_best_shape(count: int, ease: f
             decode_rate(adaptive, smaller)
         rates += [decode_rate(adaptive, count) for _ in range(2)]
     # Nobody has trees of 256 harder texts, but some drafts have read prompts before that is known.
-    assert np.mean(rates) >= (0.93 if (count, ease) == (256, 0.6) else 0.98) * best
+    # The mean of eight batches scatters by 1.3%.
+    assert np.mean(rates) >= (0.93 if (count, ease) == (256, 0.6) else 0.96) * best
 
 
 @pytest.mark.parametrize(("count", "ease"), [(128, 0.5), *exhaustive([(256, 0.55)])])

@@ -147,7 +147,8 @@ def test_a_round_whose_tree_was_late_is_one_with_a_tree() -> None:
         ((5, 8, 32), True, 5),
         ((6, 4, 16), False, 6),
         ((5, 4, 16), False, 5),  # a rung but for its steps
-        ((7, 4, 16), False, 0),
+        ((7, 4, 16), False, 7),
+        ((8, 4, 16), False, 0),
         ((5, 3, 16), False, 0),
         ((3, 1, 4), False, 3),
     ],
@@ -267,7 +268,7 @@ def test_what_a_step_was_like_is_looked_at_before_its_commit() -> None:
     shapes.learn()
     assert budget.slots == [0, 1]
     assert budget.times.waited_rungs.tolist() == rungs
-    assert (budget.times.num_requests, budget.num_steps) == (2, [6, 6])
+    assert (budget.times.num_requests, budget.num_steps) == (2, [7, 7])
 
 
 def test_a_request_that_ended_before_its_round_says_nothing() -> None:
