@@ -9,6 +9,7 @@ of them are tried with trees again, less and less often.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -291,8 +292,8 @@ class TreeBudget:
         """Return the best deal while prompts are read for long: no trees, unless the tokens that
         trees add take less time now than the same tokens will take after the prompts.
         """
-        classes, fixed = options.classes, options.fixed._replace(mixed_per_token=1.0)
-        deal = self._dealer.choose(options, held, 1.0, favour=favour)
+        classes, fixed = options.classes, options.fixed._replace(mixed_per_token=math.inf)
+        deal = self._dealer.choose(options, held, math.inf, favour=favour)
         none = np.zeros_like(classes)
         rest = Deal(none, 0, self._dealer.tokens_per_s(classes, none, fixed))
         if not deal.limit:

@@ -10,8 +10,9 @@
 An entry of a table is one of the faster times of the last few rounds of its kind, because a round
 that had to wait for something else says nothing. For rungs and numbers of trees without
 measurements, the first guess (`_first_growth`) is scaled by the ratio of measurement to first guess
-at the nearest measured entries, and is at least the time of smaller trees. First guesses are rather
-too low than too high: a kind of round that looks cheap is tried, and then its time is known.
+at the nearest measured entries, and exceeds the time of smaller trees by as much as the first
+guesses do, or more. First guesses are rather too low than too high: a kind of round that looks
+cheap is tried, and then its time is known.
 
 "Bucket" below: numbers of requests and of trees are rounded up to BATCH_BUCKETS.
 """
@@ -316,8 +317,10 @@ class RoundCosts:
         guess = growth * _filled(known / growth)
         is_known = ~np.isnan(known)
         draft = np.where(is_known, known, guess)
-        for smaller, larger, is_measured in zip(draft, draft[1:], is_known[1:], strict=False):
-            larger[~is_measured] = np.maximum(larger, smaller)[~is_measured]
+        more = np.maximum(np.diff(growth, axis=0), 0.0)
+        for rung, is_measured in enumerate(is_known[1:]):
+            least = draft[rung] + more[rung]
+            draft[rung + 1, ~is_measured] = np.maximum(draft[rung + 1], least)[~is_measured]
         self._draft[1:] = draft
 
     def _host_bounds(self, is_known: NDArray[np.bool_]) -> Floats:

@@ -25,6 +25,7 @@ the longest order, P candidates.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,9 +54,10 @@ class FixedRounds(NamedTuple):
         num_tokens: Expected tokens of one round of all of them.
         rung: The largest rung whose growth takes as long as theirs; 0: none of them has a tree.
         num_trees: Number of these requests that have trees.
-        mixed_per_token: Rounds with rows of prompts per token that all requests together get. The
-            forward of such a round costs the same per row: rows of prompts fill the step up to a
-            captured size anyway.
+        mixed_per_token: How often prompts come per token that all requests together get: of rounds
+            of n tokens a share of 1 - exp(-n x this) has rows of prompts. The forward of such a
+            round costs the same per row: rows of prompts fill the step up to a captured size
+            anyway.
     """
 
     num_requests: int = 0
@@ -154,8 +156,7 @@ class Options(NamedTuple):
         """
         forward_s = self.forward_s
         if mixed_per_token:
-            mixed = np.minimum(1.0, mixed_per_token * self.tokens)
-            forward_s = forward_s - mixed * self.saved_s
+            forward_s = forward_s + np.expm1(-mixed_per_token * self.tokens) * self.saved_s
         scores = self.tokens / (forward_s + self.beside_s + self.draft_s)
         split = self.num_filled
         ways = [int(scores[:split].argmax())] if split else []
@@ -254,7 +255,7 @@ class Dealer:
         forward_s = costs.forward_s(kind.num_rows)
         seconds = costs.round_s(kind, forward_s) + costs.delay_s(kind.rung, kind.num_trees)
         saved_s = forward_s - costs.marginal_s(kind.num_rows)
-        return tokens / (seconds - min(1.0, fixed.mixed_per_token * tokens) * saved_s)
+        return tokens / (seconds + math.expm1(-fixed.mixed_per_token * tokens) * saved_s)
 
     def options(self, classes: Ints, caps: Ints, fixed: FixedRounds = NOTHING_FIXED) -> Options:
         """Return the candidates; args as of `deal`."""

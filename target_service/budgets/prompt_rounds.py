@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from target_service.budgets.costs import RoundCosts, RoundKind
 
 # Weight of a new round in the running means: the share of rounds with rows of prompts, and the
@@ -9,6 +11,8 @@ from target_service.budgets.costs import RoundCosts, RoundKind
 _MIXED_WEIGHT = 0.15
 # A smaller share counts as none: the last prompts were some dozens of rounds ago.
 _LEAST_MIXED = 0.01
+# More than nearly all rounds cannot be told apart.
+_MOST_MIXED = 0.98
 # A larger share means that requests begin all the time. The rungs that requests hold were then
 # decided for fewer requests and for other rows, so there is no hysteresis in favour of them.
 _MOSTLY_MIXED = 0.3
@@ -78,5 +82,9 @@ class PromptRounds:
 
     @property
     def per_token(self) -> float:
-        """Return rounds with rows of prompts per token that requests get."""
-        return self.expected / self._tokens
+        """Return how often prompts come per token that requests get, as of FixedRounds.
+
+        Where nearly all rounds have rows of prompts they wait: rounds of half as many tokens would
+        nearly all have some, too.
+        """
+        return -math.log1p(-min(self.expected, _MOST_MIXED)) / self._tokens

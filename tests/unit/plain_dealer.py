@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +63,8 @@ class PlainDealer:
         )
         seconds = costs.round_s(kind) + costs.delay_s(kind.rung, kind.num_trees)
         saved_s = costs.forward_s(kind.num_rows) - costs.marginal_s(kind.num_rows)
-        rate = tokens / (seconds - min(1.0, fixed.mixed_per_token * tokens) * saved_s)
+        mixed = 1.0 - math.exp(-fixed.mixed_per_token * tokens)
+        rate = tokens / (seconds - mixed * saved_s)
         return Deal(rungs, limit, rate)
 
     def _add_plans(
@@ -108,7 +110,7 @@ class PlainDealer:
                 forward_s = costs.forward_s(kind.num_rows)
                 saved_s = forward_s - costs.marginal_s(kind.num_rows)
                 seconds = costs.round_s(kind) + costs.delay_s(kind.rung, num_trees)
-                seconds -= min(1.0, fixed.mixed_per_token * tokens) * saved_s
+                seconds -= (1.0 - math.exp(-fixed.mixed_per_token * tokens)) * saved_s
                 scores.append(tokens / seconds)
             if scores:
                 place = int(np.argmax(scores))

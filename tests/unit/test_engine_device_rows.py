@@ -18,6 +18,7 @@ from draft_service.device_rounds.rounds import DeviceRounds
 from draft_service.device_rounds.rows_memory import LentRows
 from draft_service.engine import DraftEngine
 from shared.errors import InvalidArgumentError
+from shared.kernels.mailbox_words import MAX_PATH
 from shared.messages import RowsAnswer, RowsOffer, from_proto
 from shared.peer.mailbox import Mailbox, open_mailbox
 from shared.peer.shared_files import RING_DIR
@@ -316,7 +317,7 @@ def ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
 
 def test_an_offer_says_what_it_is_and_is_the_same_again(ends: Ends) -> None:
     offer = ends.draft.offer(LINK, ends.end)
-    assert offer == RowsOffer(handle=bytes(64), gpu=DRAFT_GPU, num_bytes=2 * 3 * 8 * 40 * 2)
+    assert offer == RowsOffer(handle=bytes(64), gpu=DRAFT_GPU, num_bytes=2 * 3 * MAX_PATH * 40 * 2)
     assert ends.draft.offer(LINK, ends.end) == offer and len(ends.lent) == 1
     assert not ends.lent[0].is_free, "its target lives"
     ends.mailbox.close()
@@ -353,7 +354,7 @@ def test_rows_that_are_taken_lie_in_what_was_lent(ends: Ends) -> None:
     assert answers == [RowsAnswer(is_taken=True)]
     end = ends.draft.in_use(LINK, ends.end)
     assert end.rows is not None and end.trees is ends.end.trees and end.paths is ends.end.paths
-    assert end.rows.shape == (2, 3, 8, 40) and end.rows.dtype == torch.bfloat16
+    assert end.rows.shape == (2, 3, MAX_PATH, 40) and end.rows.dtype == torch.bfloat16
     assert ends.target.address_of(channel) == end.rows.data_ptr()
     ends.target.lose(channel)
     assert ends.lent[0].num_mapped == 1
@@ -365,7 +366,7 @@ def test_rows_that_are_taken_lie_in_what_was_lent(ends: Ends) -> None:
     ends.target.lose(channel)
 
 
-@pytest.mark.parametrize("num_bytes", [1, 2 * 3 * 8 * 40 * 2 + 1, 2**63 - 1])
+@pytest.mark.parametrize("num_bytes", [1, 2 * 3 * MAX_PATH * 40 * 2 + 1, 2**63 - 1])
 def test_memory_of_another_size_is_refused(
     ends: Ends, num_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -374,7 +375,7 @@ def test_memory_of_another_size_is_refused(
     assert offer is not None
     channel, answers = ends.take(replace(offer, num_bytes=num_bytes))
     assert answers == [RowsAnswer(is_taken=False)] and ends.lent[0].num_mapped == 0
-    assert f"num_bytes is {num_bytes}, expected 3840" in caplog.text
+    assert f"num_bytes is {num_bytes}, expected {2 * 3 * MAX_PATH * 40 * 2}" in caplog.text
     ends.draft.refused(LINK)
     assert ends.lent[0].is_free
     ends.target.lose(channel)
