@@ -37,6 +37,9 @@ _FAVOUR, _FAVOUR_CPU = 0.02, 0.05
 # GPU, all rest; and where there are trees already. Beside what a round without prompts takes,
 # drafts have prompts to read, and requests with trees end one by one, those without them together.
 _LEAST_GAIN, _LEAST_KEPT_GAIN = 0.05, 0.03
+# The share that trees must add on a CPU where all rest: what is expected of them is guessed from a
+# trial of a few, and was a fifth too much for 16.
+_LEAST_GAIN_CPU = 0.2
 # One decision in so many has no hysteresis: what a single request loses by keeping a bad rung is
 # below the threshold, which is a share of the tokens of all requests.
 _UNFAVOURED_DECISION = 16
@@ -228,13 +231,15 @@ class TreeBudget:
         self.needs_no_rows[slots] = not deal.limit and (rests_for_long | self._are_hopeless(slots))
 
     def _unless_little(self, deal: Deal, slots: Ints, fixed: FixedRounds) -> Deal:
-        """Return a deal, or no trees if these bring little more on a GPU that grows no others."""
-        if not deal.limit or fixed.num_trees or not self.costs.is_padded:
+        """Return a deal, or no trees if these bring little more and there are no others."""
+        has_trees, is_gpu = self._limit > 0, self.costs.is_padded
+        if not deal.limit or fixed.num_trees or (has_trees and not is_gpu):
             return deal
         classes, none = self.acceptance.classes(slots), np.zeros_like(deal.rungs)
         rest_per_s = self._dealer.tokens_per_s(classes, none, fixed)
         gain = self._dealer.tokens_per_s(classes, deal.rungs, fixed) / rest_per_s - 1
-        is_little = gain < (_LEAST_KEPT_GAIN if self._limit else _LEAST_GAIN)
+        least = _LEAST_KEPT_GAIN if has_trees else _LEAST_GAIN if is_gpu else _LEAST_GAIN_CPU
+        is_little = gain < least
         return Deal(none, 0, rest_per_s) if is_little else deal
 
     def _tries_plain(self, deal: Deal, fixed: FixedRounds, num_coming: int) -> bool:
