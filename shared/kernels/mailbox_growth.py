@@ -61,7 +61,7 @@ def advance_growth(
     Where there is no path, no request is left, as draft_service/growth.py has it.
 
     Args:
-        taken: [R, 1 + 8] i32, from `take_paths`.
+        taken: [R, 1 + MAX_PATH] i32, from `take_paths`.
         kv_len: [>= R] i32.
         node_position: [>= R] i64.
         child_position: [>= R] i64.

@@ -1,9 +1,9 @@
 """Accepted paths that the target's GPU posts in a mailbox, and the draft's takes out of it.
 
 Words (mailbox_words.py) of a slot: word r is the r-th token of the path (accepted drafts, then the
-bonus), its small number the length of the path, the same in all eight. Words past the path have
-token 0. Feature rows of a path lie beside them, or in memory of the draft's GPU, apart for even and
-odd rounds: they are there before the words are.
+bonus), its small number the length of the path, the same in all words of the slot. Words past the
+path have token 0. Feature rows of a path lie beside them, or in memory of the draft's GPU, apart
+for even and odd rounds: they are there before the words are.
 
 The order: rows are stored, their kernel ends, a fence of the whole system, words. Whoever takes a
 word fences as well, then another kernel loads the rows: as volatile, from the L2 of the GPU whose
@@ -130,12 +130,12 @@ def post_paths(
     """Post what B requests accepted: feature rows first, then the words that vouch for them.
 
     Of a path that is longer than a slot, words and rows of the first tokens are posted, with its
-    length: no reader takes it. Grids: (B, min(D + 1, 8), blocks of W), then (B,).
+    length: no reader takes it. Grids: (B, min(D + 1, MAX_PATH), blocks of W), then (B,).
 
     Args:
-        paths: [S, 8] i64, the mailbox.
+        paths: [S, MAX_PATH] i64, the mailbox.
         rows: [B] i64, where the rows of each request's draft are, which this device can write to:
-            [2, S, 8, W] of the features' dtype, at a multiple of 16; None without features.
+            [2, S, MAX_PATH, W] of the features' dtype, at a multiple of 16; None without features.
         slot: [B] i32; -1: nothing to post.
         round_tag: [B] i32, rounds.
         accept_length: [B] i64, tokens of the path, bonus included; at most D + 1.
@@ -201,7 +201,7 @@ def post_paths_ref(
     """Do what `post_paths` does in plain torch."""
     path_rows = path_rows[:, :MAX_PATH]
     batch, num_steps = path_rows.shape
-    on_path = torch.arange(num_steps) < accept_length[:, None]  # [B, min(D + 1, 8)]
+    on_path = torch.arange(num_steps) < accept_length[:, None]  # [B, min(D + 1, MAX_PATH)]
     token = torch.zeros((batch, MAX_PATH), dtype=torch.int64)
     token[:, :num_steps] = torch.where(on_path, tokens[path_rows], 0)
     words = mailbox_words_ref(round_tag[:, None], accept_length[:, None], token)
@@ -333,7 +333,7 @@ def take_paths(
     On a CPU the words are there or are not: nothing waits. Grid: (R,).
 
     Args:
-        paths: Of up to 4 mailboxes, [S, 8] i64 each.
+        paths: Of up to 4 mailboxes, [S, MAX_PATH] i64 each.
         mailbox: [R] i32, of `paths`.
         slot: [M, R] i32, a row for each mailbox; -1: no word comes.
         round_tag: [>= R] i32, rounds.
@@ -344,11 +344,11 @@ def take_paths(
         last_rows: [>= R] i64.
         hidden_idx: [>= R] i64.
         num_reqs: R.
-        path_width: P, at most 8.
+        path_width: P, at most MAX_PATH.
         spare_idx: What `hidden_idx` becomes of requests without a path.
         timeout_us: How long to wait at most, from the start of the kernel.
         grace_us: How long to wait at most once a path is here.
-    Returns: [R, 1 + 8] i32: lengths, then the tokens, 0 past the path.
+    Returns: [R, 1 + MAX_PATH] i32: lengths, then the tokens, 0 past the path.
     Mutates: `token_ids` of all these rows, `slot_mapping` of those past their path (0),
         `last_rows` (the last row of the path; the first without one), `hidden_idx`.
     """
@@ -477,10 +477,10 @@ def take_rows(
     Grid: (R, P, blocks of W).
 
     Args:
-        rows: [2, S, 8, W], of the mailbox, or of its target in this device's memory.
+        rows: [2, S, MAX_PATH, W], of the mailbox, or of its target in this device's memory.
         slot: [>= R] i32; -1: of another mailbox.
         round_tag: [>= R] i32, rounds.
-        taken: [R, 1 + 8] i32, from `take_paths`.
+        taken: [R, 1 + MAX_PATH] i32, from `take_paths`.
         features: [T, W] of the rows' dtype; request r has the rows [r * P, (r + 1) * P).
         path_width: P.
     Mutates: `features` of the rows of this mailbox's requests; those past their path become 0.

@@ -3,8 +3,8 @@
     header                            magic, version, num_slots, width, dtype, GPU of the target,
                                       whether other workers have that GPU, too
     trees  [num_slots, 64] i64        from the draft: node j of the slot's tree is word j
-    paths  [num_slots, 8] i64         from the target: token r of the accepted path is word r
-    rows   [2, num_slots, 8, width]   from the target: feature rows of paths, by parity of the tag,
+    paths  [num_slots, 16] i64        from the target: token r of the accepted path is word r
+    rows   [2, num_slots, 16, width]  from the target: feature rows of paths, by parity of the tag,
                                       unless they go to memory of the draft's GPU (device_memory.py)
 
 A slot is a row of the target's page table. A word is
@@ -44,7 +44,7 @@ from shared.peer import shared_files
 from shared.peer.shared_files import MAILBOXES, RING_DIR, mailbox_name
 
 _MAGIC = b"coppmail"
-_VERSION = 2
+_VERSION = 3
 _HEADER = struct.Struct("<8sIII16s40s?")
 _PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
@@ -105,9 +105,9 @@ class MailboxEnd:
     trees: torch.Tensor
     """[num_slots, 64] i64."""
     paths: torch.Tensor
-    """[num_slots, 8] i64."""
+    """[num_slots, MAX_PATH] i64."""
     rows: torch.Tensor | None
-    """[2, num_slots, 8, width] of dtype; None if width is 0."""
+    """[2, num_slots, MAX_PATH, width] of dtype; None if width is 0."""
     num_slots: int
     dtype: torch.dtype | None
     streams_wait: bool = False

@@ -50,8 +50,8 @@ class DraftRows:
         channel.put(RowsAnswer(is_taken=borrowed is not None))
 
     def address_of(self, channel: PeerChannel | None) -> int:
-        """Return where a draft's rows are, [2, S, 8, W], for this target's device; 0: drafts take
-        none.
+        """Return where a draft's rows are, [2, S, MAX_PATH, W], for this target's device; 0: drafts
+        take none.
 
         Args:
             channel: To the draft; None: there is none, and nothing will be written.

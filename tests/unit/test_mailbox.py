@@ -175,7 +175,7 @@ MAGIC, VERSION, NUM_SLOTS, ROW_WIDTH, DTYPE = 0, 8, 12, 16, 20
     ("offset", "data"),
     [
         (MAGIC, b"coppice1"),
-        (VERSION, b"\3"),
+        (VERSION, b"\2"),
         (NUM_SLOTS, bytes(4)),
         (NUM_SLOTS, b"\xff" * 4),
         (NUM_SLOTS, b"\xff" * 8),
