@@ -317,7 +317,7 @@ class RoundCosts:
         guess = growth * _filled(known / growth)
         is_known = ~np.isnan(known)
         draft = np.where(is_known, known, guess)
-        more = np.maximum(np.diff(growth, axis=0), 0.0)
+        more = np.diff(growth, axis=0)
         for rung, is_measured in enumerate(is_known[1:]):
             least = draft[rung] + more[rung]
             draft[rung + 1, ~is_measured] = np.maximum(draft[rung + 1], least)[~is_measured]
