@@ -23,6 +23,7 @@ from shared.device import (
     gpu_uuid,
     kv_dtype_name,
     max_batch_rows,
+    max_num_requests,
     require_heads_fit,
     resolve_device,
     resolve_dtype,
@@ -173,7 +174,7 @@ def create_engine(
             engine,
             shapes=parse_shapes(config.warm_up_trees),
             dtype=dtype,
-            max_num_requests=config.max_num_requests,
+            max_num_requests=max_num_requests(config, device),
         )
     engine.serving.begin()
     return engine
@@ -244,7 +245,7 @@ def make_pool(
         num_pages=config.num_pages,
         bytes_per_page=model.kv_layout.bytes_per_token(kv_dtype.itemsize) * config.page_size,
         page_size=config.page_size,
-        max_num_requests=config.max_num_requests,
+        max_num_requests=max_num_requests(config, device),
         max_request_tokens=window + EXTRA_SLOTS + config.page_size,
         memory_fraction=config.kv_memory_fraction,
         device=device,
@@ -254,7 +255,7 @@ def make_pool(
         layout=model.kv_layout,
         num_pages=num_pages,
         page_size=config.page_size,
-        max_num_requests=config.max_num_requests,
+        max_num_requests=max_num_requests(config, device),
         max_pages_per_request=-(-(longest + MAX_SCRATCH_SLOTS) // config.page_size) + 1,
         dtype=kv_dtype,
         device=device,

@@ -110,6 +110,11 @@ def max_batch_rows(config: WorkerConfig, device: torch.device) -> int:
     return config.max_batch_rows or (512 if device.type == "cpu" else 2048)
 
 
+def max_num_requests(config: WorkerConfig, device: torch.device) -> int:
+    """Return how many requests a worker holds state for at once."""
+    return config.max_num_requests or (64 if device.type == "cpu" else 256)
+
+
 def prefill_chunk_len(config: TargetConfig, device: torch.device) -> int:
     """Return the most prompt tokens of one request per engine step.
 

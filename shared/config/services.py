@@ -79,9 +79,9 @@ class WorkerConfig(ServiceConfig):
         maximum=1.0,
     )
     max_num_requests: int = option(
-        64,
-        "requests that hold state at once; more wait",
-        minimum=1,
+        0,
+        "requests that hold state at once; more wait; 0 = 64 on a CPU, 256 on a GPU",
+        minimum=0,
         aliases=("max_running_requests",),
     )
     max_batch_rows: int = option(
@@ -322,7 +322,7 @@ class OrchestratorConfig(ServiceConfig, DialConfig):
         minimum=0,
     )
     max_num_requests: int = option(
-        256, "requests admitted at once by all its processes, waiting ones included", minimum=1
+        1024, "requests admitted at once by all its processes, waiting ones included", minimum=1
     )
     max_message_bytes: int = option(16 * 1024 * 1024, "largest request message", minimum=1024)
     max_calls: int = option(

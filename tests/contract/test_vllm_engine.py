@@ -151,7 +151,7 @@ async def test_who_asks_is_told_what_runs(model: Path) -> None:
         runs = await stub.GetServerInfo(vllm_engine_pb2.GetServerInfoRequest())
         assert runs.server_type == "vllm-grpc" and runs.active_requests == 0
         (load,) = (await stub.GetLoads(vllm_engine_pb2.GetLoadsRequest())).loads
-        assert load.num_total_reqs == 0 and load.max_running_requests == 256
+        assert load.num_total_reqs == 0 and load.max_running_requests == 1024
         asked = common_pb2.GetTokenizerRequest()
         chunks = [chunk async for chunk in stub.GetTokenizer(asked)]
         data = b"".join(chunk.data for chunk in chunks)

@@ -252,7 +252,7 @@ def test_workers_share_their_shared_memory_and_nobody_else_has_it() -> None:
     options = document["volumes"]["shared_memory"]["driver_opts"]
     assert options["type"] == options["device"] == "tmpfs"
     size, mode, *rest = options["o"].split(",")
-    assert size == "size=2g" and TargetConfig().feature_ring_mb * 4 <= 2048
+    assert size == "size=4g" and TargetConfig().feature_ring_mb * 8 <= 4096
     assert mode == "mode=1777", "for users that are not root; rings are their owners' alone"
     assert rest == ["nosuid", "nodev", "noexec"]
 

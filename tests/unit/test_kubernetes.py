@@ -348,7 +348,7 @@ def test_a_pair_shares_memory_and_has_a_gpu_each() -> None:
         mount = mounts[str(RING_DIR)]
         assert "readOnly" not in mount and "subPath" not in mount
         memory = volumes[mount["name"]]["emptyDir"]
-        assert memory == {"medium": "Memory", "sizeLimit": "1Gi"}
+        assert memory == {"medium": "Memory", "sizeLimit": "2Gi"}
         assert service.container["resources"]["limits"]["nvidia.com/gpu"] == "1"
     target = config_of(pair[0])
     assert target.peer_socket and target.mailbox and 0 < 2 * target.feature_ring_mb <= 1024
