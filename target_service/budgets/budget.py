@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +66,35 @@ _MANY_REQUESTS = 128
 _FIRST_GAINS, _LAST_GAINS = 2, 128
 
 
+class _Now(NamedTuple):
+    """What a decision is about.
+
+    Args:
+        slots: [B], all different.
+        fixed: Other requests of the same steps.
+        num_coming: As of `TreeBudget.decide`.
+        had: [B], the rung that each request has.
+        is_new: [B], whether nothing was decided about it yet.
+        classes: [B], as of Acceptance.
+        held: [B], the rung that each request keeps if nothing better is found.
+        favour: The share of tokens per second that another deal must add (hysteresis).
+    """
+
+    slots: Ints
+    fixed: FixedRounds
+    num_coming: int
+    had: Ints
+    is_new: NDArray[np.bool_]
+    classes: Ints
+    held: Ints
+    favour: float
+
+    @property
+    def num_requests(self) -> int:
+        """Return how many requests run."""
+        return len(self.slots) + self.fixed.num_requests
+
+
 class TreeBudget:
     """Decides about the trees of all requests whose trees the target may choose.
 
@@ -103,6 +133,7 @@ class TreeBudget:
         self._decided_round = -DECISION_ROUNDS
         self._is_new = np.ones(num_slots, dtype=bool)  # nothing was decided yet
         self._rests_until = np.zeros(num_slots, dtype=np.int64)
+        self._last_rest_ends = 0  # in which round the last of these rests ends
         self._probe = Probe(is_gpu=costs.is_padded)
         self._prompts = PromptRounds(costs)
         self._rounds = RoundTimer(num_slots, clock)
@@ -202,68 +233,72 @@ class TreeBudget:
             return
         self._renew_gains()
         self._prompts.expect(num_coming, num_prompt_rows, len(slots) + fixed.num_requests)
-        caps = self._caps_of_rests(slots, caps, fixed.num_requests, num_coming)
-        deal = self._deal(slots, caps, fixed, num_coming)
+        now = self._now(slots, fixed, num_coming)
+        caps = self._caps_of_rests(now, caps)
+        deal = self._deal(now, caps)
         if deal.limit and missed is not None and (is_behind := has_many(missed)).any():
             lower_caps = np.where(is_behind, 0, caps)
-            staying = self._deal(slots, lower_caps, fixed, num_coming)
+            staying = self._deal(now, lower_caps)
             if not pays_back(deal, staying, missed, num_left, self.costs):
                 caps, deal = lower_caps, staying
-        deal = self._unless_little(deal, slots, fixed)
+        deal = self._unless_little(now, deal)
         self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST
         if deal.limit:
-            if self._tries_plain(deal, fixed, num_coming):
+            if self._tries_plain(now, deal):
                 rungs, rest = np.zeros_like(rungs), _PLAIN_TRY_ROUNDS
             else:
                 self._probe.note_trees(len(slots))
         else:
             self._probe.note_rest()
             if not self._prompts.are_long:
-                rungs = self._probed(slots, caps, fixed, missed)
-        resting = slots[rungs == 0]
-        if len(resting):
-            begins_rest = resting[(self.rungs[resting] > 0) | self._is_new[resting]]
-            self._rests_until[begins_rest] = self._round + rest
+                rungs = self._probed(now, caps, missed)
+        counts = np.bincount(rungs)
+        self._most_have = int(counts.argmax())
+        if counts[0]:
+            begins_rest = slots[(rungs == 0) & ((now.had > 0) | now.is_new)]
+            if len(begins_rest):
+                self._rests_until[begins_rest] = self._round + rest
+                self._last_rest_ends = max(self._last_rest_ends, self._round + rest)
         self.rungs[slots] = rungs
-        self._most_have = int(np.bincount(rungs).argmax())
         self._is_new[slots] = False
-        rests_for_long = self._rests_for_long(len(slots) + fixed.num_requests)
-        self.needs_no_rows[slots] = not deal.limit and (rests_for_long | self._are_hopeless(slots))
+        self.needs_no_rows[slots] = not deal.limit and (
+            self._rests_for_long(now.num_requests) or now.classes <= LAST_HOPELESS_CLASS
+        )
 
-    def _unless_little(self, deal: Deal, slots: Ints, fixed: FixedRounds) -> Deal:
+    def _now(self, slots: Ints, fixed: FixedRounds, num_coming: int) -> _Now:
+        had, is_new = self.rungs.take(slots), self._is_new.take(slots)
+        held, favour = self._held(had, is_new)
+        classes = self.acceptance.classes(slots)
+        return _Now(slots, fixed, num_coming, had, is_new, classes, held, favour)
+
+    def _unless_little(self, now: _Now, deal: Deal) -> Deal:
         """Return a deal, or no trees if these bring little more and there are no others."""
-        has_trees, is_gpu = self._limit > 0, self.costs.is_padded
+        fixed, has_trees, is_gpu = now.fixed, self._limit > 0, self.costs.is_padded
         if not deal.limit or fixed.num_trees or (has_trees and not is_gpu):
             return deal
-        classes, none = self.acceptance.classes(slots), np.zeros_like(deal.rungs)
-        rest_per_s = self._dealer.tokens_per_s(classes, none, fixed)
-        gain = self._dealer.tokens_per_s(classes, deal.rungs, fixed) / rest_per_s - 1
+        rest = self._dealer.rest(len(now.slots), fixed)
+        tokens_per_s = deal.tokens_per_s
+        if self._prompts.expected or self._prompts.are_long:  # they do not count here
+            tokens_per_s = self._dealer.tokens_per_s(now.classes, deal.rungs, fixed)
         least = _LEAST_KEPT_GAIN if has_trees else _LEAST_GAIN if is_gpu else _LEAST_GAIN_CPU
-        is_little = gain < least
-        return Deal(none, 0, rest_per_s) if is_little else deal
+        return rest if tokens_per_s / rest.tokens_per_s - 1 < least else deal
 
-    def _tries_plain(self, deal: Deal, fixed: FixedRounds, num_coming: int) -> bool:
+    def _tries_plain(self, now: _Now, deal: Deal) -> bool:
         """Return whether the next rounds have no trees, to learn what such rounds take."""
-        if fixed.num_trees or num_coming:
+        if now.fixed.num_trees or now.num_coming:
             return False
-        num_requests = len(deal.rungs) + fixed.num_requests
-        return self.costs.plain_is_worth_a_try(num_requests, deal.tokens_per_s, self._clock())
+        tokens_per_s, now_s = deal.tokens_per_s, self._clock()
+        return self.costs.plain_is_worth_a_try(now.num_requests, tokens_per_s, now_s)
 
-    def _are_hopeless(self, slots: Ints) -> NDArray[np.bool_]:
-        return self.acceptance.classes(slots) <= LAST_HOPELESS_CLASS
+    def _caps_of_rests(self, now: _Now, caps: Ints) -> Ints:
+        """Return `caps` with 0 for requests that must go on resting; see `decide`."""
+        if self._last_rest_ends > self._round:
+            caps = np.where(self._rests_until.take(now.slots) > self._round, 0, caps)
+        if now.num_coming and self.would_rest(now.num_requests + now.num_coming):
+            caps = np.where(now.had == 0, 0, caps)
+        return caps
 
-    def _caps_of_rests(self, slots: Ints, caps: Ints, num_fixed: int, num_coming: int) -> Ints:
-        """Return `caps` with 0 for requests that must go on resting; see `decide`.
-
-        Args:
-            num_fixed: Requests whose trees are not chosen here.
-        """
-        rests_on = self._rests_until[slots] > self._round
-        if num_coming and self.would_rest(len(slots) + num_fixed + num_coming):
-            rests_on |= self.rungs[slots] == 0
-        return np.where(rests_on, 0, caps) if rests_on.any() else caps
-
-    def _deal(self, slots: Ints, caps: Ints, fixed: FixedRounds, num_coming: int) -> Deal:
+    def _deal(self, now: _Now, caps: Ints) -> Deal:
         """Return the best deal.
 
         While prompts are read for a short time, a request rests only if resting is best both beside
@@ -271,16 +306,17 @@ class TreeBudget:
         to have trees once the prompts have been read. While prompts are read for long, see
         `_deal_beside_prompts`.
         """
-        classes = self.acceptance.classes(slots)
-        held, favour = self._held(slots)
-        options = self._dealer.options(classes, caps, fixed)
+        fixed, favour = now.fixed, now.favour
+        options = self._dealer.options(now.classes, caps, now.held, fixed)
         if self._prompts.are_long:
-            return self._deal_beside_prompts(options, held, favour, num_coming)
-        mixed = fixed._replace(mixed_per_token=self._prompts.per_token)
-        deal = self._dealer.choose(options, held, mixed.mixed_per_token, favour=favour)
+            return self._deal_beside_prompts(now, options)
+        mixed = fixed
+        if self._prompts.expected:
+            mixed = fixed._replace(mixed_per_token=self._prompts.per_token)
+        deal = self._dealer.choose(options, mixed, favour=favour)
         if not self._prompts.are_expected or deal.rungs.all():
             return deal
-        without = self._dealer.choose(options, held, fixed.mixed_per_token, favour=favour)
+        without = self._dealer.choose(options, fixed, favour=favour)
         if not deal.limit:
             return without
         keeps_up = (deal.rungs == 0) & (without.rungs > 0)
@@ -289,36 +325,32 @@ class TreeBudget:
         rungs = np.where(keeps_up, without.rungs, deal.rungs)
         if self.costs.rows[rungs].sum() + fixed.num_rows > self.costs.most_rows:
             return without
-        return Deal(rungs, int(rungs.max()), self._dealer.tokens_per_s(classes, rungs, mixed))
+        return Deal(rungs, int(rungs.max()), self._dealer.tokens_per_s(now.classes, rungs, mixed))
 
-    def _deal_beside_prompts(
-        self, options: Options, held: Ints, favour: float, num_coming: int
-    ) -> Deal:
+    def _deal_beside_prompts(self, now: _Now, options: Options) -> Deal:
         """Return the best deal while prompts are read for long: no trees, unless the tokens that
         trees add take less time now than the same tokens will take after the prompts.
         """
-        classes, fixed = options.classes, options.fixed._replace(mixed_per_token=math.inf)
-        deal = self._dealer.choose(options, held, math.inf, favour=favour)
-        none = np.zeros_like(classes)
-        rest = Deal(none, 0, self._dealer.tokens_per_s(classes, none, fixed))
+        classes, fixed = now.classes, now.fixed._replace(mixed_per_token=math.inf)
+        deal = self._dealer.choose(options, fixed, favour=now.favour)
+        rest = self._dealer.rest(len(classes), fixed)
         if not deal.limit:
             return rest
-        then = self._forecast(len(classes) + fixed.num_requests + num_coming).tokens_per_s
+        then = self._forecast(now.num_requests + now.num_coming).tokens_per_s
         num_rest = len(classes) + fixed.num_tokens
         num_more = self._dealer.num_tokens(classes, deal.rungs) - len(classes)
         more_s = (num_rest + num_more) / deal.tokens_per_s - num_rest / rest.tokens_per_s
         return deal if num_more > then * _BESIDE_LONG_READING * more_s else rest
 
-    def _held(self, slots: Ints) -> tuple[Ints, float]:
-        """Return the rung that each request has now (a new request: the most frequent one), and the
-        hysteresis: the share of tokens per second that another deal must add.
+    def _held(self, had: Ints, is_new: NDArray[np.bool_]) -> tuple[Ints, float]:
+        """Return `held` and `favour` of _Now: the rung that a request has, or if it is new the most
+        frequent one.
         """
-        held, is_new = self.rungs[slots], self._is_new[slots]
         num_new = np.count_nonzero(is_new)
-        if num_new == len(slots):
-            return held, 0.0
-        if not self._limit:
-            held[:] = 0  # rungs above 0 are those of a trial
+        if num_new == len(had):
+            return had, 0.0
+        # Rungs above 0 are those of a trial if all rest.
+        held = had.copy() if self._limit else np.zeros_like(had)
         if num_new:
             held[is_new] = np.bincount(held[~is_new]).argmax()
         is_unfavoured = not self._num_decisions % _UNFAVOURED_DECISION
@@ -388,7 +420,7 @@ class TreeBudget:
             self._new_gains_at += min(self._num_decisions, _LAST_GAINS)
             self._dealer = Dealer(self.acceptance.gains(), self.costs)
 
-    def _probed(self, slots: Ints, caps: Ints, fixed: FixedRounds, missed: Ints | None) -> Ints:
+    def _probed(self, now: _Now, caps: Ints, missed: Ints | None) -> Ints:
         """Return the rungs while no request would get a tree: 0, but for a few in a trial.
 
         A trial has few requests (`_most_on_trial`). If the drafts of all requests have missed rows,
@@ -396,9 +428,9 @@ class TreeBudget:
         of the time since the last trial.
         """
         rungs = np.zeros_like(caps)
-        if not self._probe.is_on(self._round, len(slots)):
+        if not self._probe.is_on(self._round, len(now.slots)):
             return rungs
-        chosen = np.flatnonzero((self.rungs[slots] > 0) & (caps > 0))  # the trial that goes on
+        chosen = np.flatnonzero((now.had > 0) & (caps > 0))  # the trial that goes on
         rung = min(_PROBE_RUNG, int(caps.max()))
         if not len(chosen):
             lost = np.zeros_like(caps) if missed is None else replayed(missed)
@@ -406,8 +438,8 @@ class TreeBudget:
             fewest = int(lost.min())
             if fewest == _MANY_ROWS:
                 return rungs
-            promise = np.where(lost == fewest, self.acceptance.promise(slots), -np.inf)
-            most = self._most_on_trial(len(slots) + fixed.num_rows, rung)
+            promise = np.where(lost == fewest, self.acceptance.promise(now.slots), -np.inf)
+            most = self._most_on_trial(len(now.slots) + now.fixed.num_rows, rung)
             count = min(most, int(np.count_nonzero(lost == fewest)))
             if fewest:
                 count, lost_s = 1, self.costs.marginal_s(float(fewest))
@@ -425,7 +457,7 @@ class TreeBudget:
         """
         if not self.costs.is_padded:
             return _MOST_PROBED
-        sizes, _ = self.costs.sizes_above(num_rows)
+        sizes = self.costs.sizes_above(num_rows)
         num_more = max(int(self.costs.rows[rung]) - 1, 1)
         room = (int(sizes[0]) - num_rows) // num_more if len(sizes) else 0
         return min(max(room, 1), _MOST_PROBED)

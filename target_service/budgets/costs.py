@@ -19,7 +19,7 @@ cheap is tried, and then its time is known.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
@@ -109,14 +109,14 @@ class RoundCosts:
         sizes, seconds = zip(*forward.sizes, strict=True)
         self._sizes: tuple[int, ...] = sizes
         self._seconds: tuple[float, ...] = seconds
-        self._size_rows, self._size_seconds = np.array(sizes, float), np.array(seconds)
         self._marginal_s = min(s / size for size, s in zip(sizes, seconds, strict=True))
         self.is_padded, self.most_rows = is_padded, most_rows
         self.num_targets = 1
         """Targets that the draft grows trees for."""
-        limits = [*(size for size in sizes if size < most_rows), most_rows]
-        self._limits: Floats = np.array(limits, dtype=np.float64)
-        self._limits_s: Floats = np.array([self.forward_s(limit) for limit in limits])
+        self._limits = [*(size for size in sizes if size < most_rows), most_rows]
+        self._limit_rows: Floats = np.array(self._limits, dtype=np.float64)
+        most = max(most_rows, BATCH_BUCKETS[-1])
+        self._forward_of: Floats = np.array([self.forward_s(rows) for rows in range(1 + most)])
         self.rows: Ints = np.array([1, *(shape.num_draft_tokens for shape in ladder)])
         """[rungs], rows of a request's tree."""
         growths = [_first_growth(shape, is_gpu=is_padded) for shape in ladder]
@@ -124,7 +124,7 @@ class RoundCosts:
         # Host time is proportional to this: on a CPU to requests, beside a GPU to requests plus a
         # fixed part.
         self._host_unit = _HOST_REQUESTS + _BATCHES if is_padded else _BATCHES
-        roots_s = self.forwards_s(_BATCHES.astype(float))
+        roots_s = self.forwards_s(_BATCHES)
         self._samples = RoundSamples(self._growth.shape, roots_s, is_gpu=is_padded)
         # `_host`: time of a round without trees beside its forward, by the bucket of requests.
         # `_draft`: time of trees beside forward and host, by rung and the bucket of trees.
@@ -143,27 +143,23 @@ class RoundCosts:
             return seconds[bisect_left(sizes, num_rows)]
         return float(np.interp(num_rows, sizes, seconds))
 
-    def forwards_s(self, num_rows: Floats) -> Floats:
-        """Return the time of forwards, [P], by their rows, [P]."""
-        if self.is_padded:
-            places = self._size_rows.searchsorted(num_rows)
-            forwards_s: Floats = self._size_seconds.take(places, mode="clip")
-        else:
-            forwards_s = np.interp(num_rows, self._size_rows, self._size_seconds)
-        most = self._sizes[-1]
-        return np.maximum(forwards_s, self._seconds[-1] * num_rows / most * (num_rows > most))
+    def forwards_s(self, num_rows: Ints) -> Floats:
+        """Return `forward_s` by numbers of rows, [P]; none is above `most_rows` and the largest
+        bucket.
+        """
+        forwards_s: Floats = self._forward_of.take(num_rows)
+        return forwards_s
 
     def marginal_s(self, num_rows: Number) -> Number:
         """Return the time of `num_rows` rows in steps that rows of prompts fill up."""
         return num_rows * self._marginal_s
 
-    def sizes_above(self, num_rows: int) -> tuple[Floats, Floats]:
-        """Return the captured sizes of steps above `num_rows`, and the time of a forward of each.
+    def sizes_above(self, num_rows: int) -> Floats:
+        """Return the captured sizes of steps above `num_rows`.
 
         Such a size is worth filling up: one more row would cost the time of the next size.
         """
-        first = int(np.searchsorted(self._limits, num_rows, side="right"))
-        return self._limits[first:], self._limits_s[first:]
+        return self._limit_rows[bisect_right(self._limits, num_rows) :]
 
     def host_s(self, num_requests: int) -> float:
         """Return the time of a round without trees beside its forward."""
@@ -173,7 +169,7 @@ class RoundCosts:
         """Return the time of the trees of a round beside forward and host."""
         return float(self._draft[kind.rung, _bucket(kind.num_trees)]) * self._share(kind)
 
-    def drafts_s(self, rung: Ints, num_trees: Ints, num_requests: int, num_rows: Floats) -> Floats:
+    def drafts_s(self, rung: Ints, num_trees: Ints, num_requests: int, num_rows: Ints) -> Floats:
         """Return `draft_s` of P rounds, [P].
 
         Args:
@@ -186,7 +182,7 @@ class RoundCosts:
         if self.is_padded:
             return drafts_s
         trees = num_trees.astype(np.float64)
-        part = _growth_cpu(num_rows - num_requests, trees)
+        part = _growth_cpu((num_rows - num_requests).astype(np.float64), trees)
         whole = _growth_cpu(trees * (self.rows[rung] - 1), trees)
         return drafts_s * np.minimum(part / whole, 1.0)
 
@@ -201,12 +197,12 @@ class RoundCosts:
             rung: Rung of the largest tree.
             num_trees: Number of trees.
         """
-        return (self.num_targets - 1) * float(self._growth[rung, _bucket(num_trees)])
-
-    def delays_s(self, rung: Ints, num_trees: Ints) -> Floats | float:
-        """Return `delay_s` of P rounds; args [P] each."""
         if self.num_targets == 1:
             return 0.0
+        return (self.num_targets - 1) * float(self._growth[rung, _bucket(num_trees)])
+
+    def delays_s(self, rung: Ints, num_trees: Ints) -> Floats:
+        """Return `delay_s` of P rounds; args [P] each."""
         growth: Floats = self._growth[rung, _BUCKETS.take(num_trees, mode="clip")]
         return (self.num_targets - 1) * growth
 

@@ -15,7 +15,9 @@ along a request's climbs.
 
 Requests of the same class (expected acceptance) and the same cap (highest rung) are alike, so the
 search runs on counts per class and cap. The order of climbs depends on the gains alone and is
-computed once; one decision evaluates the candidates of all largest rungs as arrays.
+computed once; one decision evaluates the candidates of all largest rungs as arrays. These are
+small: what a decision takes is the number of calls of NumPy, whose code other work drives out of
+the CPU's caches between two decisions.
 
 Source: greedy allocation by marginal utility, as in DSpark's scheduler and arXiv:2406.14066.
 
@@ -85,8 +87,24 @@ class Deal(NamedTuple):
     tokens_per_s: float
 
 
+class _Division(NamedTuple):
+    """The rung of each request, and what its rate depends on.
+
+    Args:
+        rungs: [B], 0: the root alone.
+        counts: Number of requests by rung, up to the highest rung of these.
+        num_tokens: Expected tokens of a round of these requests.
+    """
+
+    rungs: Ints
+    counts: list[int]
+    num_tokens: float
+
+
 class _Climb(NamedTuple):
-    """The climbs of requests of one cap, or of several caps; fields as of _Climbs, one row."""
+    """The climbs of requests of one cap, or of several caps; fields as of _Climbs, one row, but
+    keys are cap * C + class.
+    """
 
     key: Ints
     rung: Ints
@@ -99,18 +117,18 @@ class _Climbs(NamedTuple):
     after its last climb, are padding and belong to no request.
 
     Args:
-        key: Which requests make the climb: those of a cap and a class, cap * C + class; padding:
-            R * C.
-        counted: Index of the number of these requests in `Dealer._count`.
+        key: Which requests make the climb: those with a key in the row (`Dealer._keys`); padding:
+            the last key of the row, which no request has.
         rung: The rung that the climb leads to.
         each: [3, L, I], per request: additional rows; additional tokens; 1 if the request had the
             root alone before the climb, else 0.
+        apart: [L, 1], the shift of each row, see _APART.
     """
 
     key: Ints
-    counted: Ints
     rung: Ints
     each: Floats
+    apart: Floats
 
 
 class Options(NamedTuple):
@@ -118,49 +136,40 @@ class Options(NamedTuple):
 
     Args:
         classes: [B].
-        caps: [B], the highest rung that each request may have.
+        held: [B], the rung that each request has now.
+        kept: The division in which all requests keep their rungs.
         fixed: Requests whose trees are not chosen.
+        divided: By candidate: its division, once it was computed.
         climbs: The orders of climbs; None: no request can have a tree, and there is no candidate.
+        keys: [R - 1, B], the key of each request by the largest rung, see `Dealer._keys`.
         ends: [L, I], rows of all climbs up to and including each.
         num_filled: The first `num_filled` candidates fill a captured size of a step exactly. The
             others end where all requests of a class and cap have made a climb.
         limit: [P], the largest rung of each candidate.
         used: [P], rows beside roots and the rows of `fixed`.
         tokens: [P], expected tokens of a round of all requests.
+        num_rows: [P], rows of the step.
         forward_s: [P], time of the forward if the step has no rows of prompts.
-        saved_s: [P], how much less the forward costs in a step with rows of prompts: the padding
-            is filled with rows that would have to be computed in another step.
         beside_s: Time of the hosts' work.
         draft_s: [P], time of the trees.
     """
 
     classes: Ints
-    caps: Ints
+    held: Ints
+    kept: _Division
     fixed: FixedRounds
+    divided: dict[int, _Division]
     climbs: _Climbs | None = None
+    keys: Ints = _NOBODY
     ends: Floats = _NONE
     num_filled: int = 0
     limit: Ints = _NOBODY
     used: Floats = _NONE
     tokens: Floats = _NONE
+    num_rows: Ints = _NOBODY
     forward_s: Floats = _NONE
-    saved_s: Floats = _NONE
     beside_s: float = 0.0
     draft_s: Floats = _NONE
-
-    def best(self, mixed_per_token: float) -> list[int]:
-        """Return the best candidate that fills a captured size, and the best of the others.
-
-        Args:
-            mixed_per_token: As of FixedRounds.
-        """
-        forward_s = self.forward_s
-        if mixed_per_token:
-            forward_s = forward_s + np.expm1(-mixed_per_token * self.tokens) * self.saved_s
-        scores = self.tokens / (forward_s + self.beside_s + self.draft_s)
-        split = self.num_filled
-        ways = [int(scores[:split].argmax())] if split else []
-        return [*ways, split + int(scores[split:].argmax())] if split < len(scores) else ways
 
 
 class Dealer:
@@ -176,9 +185,16 @@ class Dealer:
         self._costs = costs
         self._rows = costs.rows.astype(np.float64)
         self._row_counts: list[int] = costs.rows.tolist()
-        self._num_classes, self._num_rungs = gains.shape
-        self._nobody = self._num_rungs * self._num_classes
-        self._climbs = [self._climb(cap) for cap in range(self._num_rungs)]
+        self._num_classes, num_rungs = gains.shape
+        # Requests whose highest rung is `cap` have, if no rung above `limit` is allowed, the key
+        # (limit - 1) * num_keys + min(cap, limit) * C + class. Here by limit and cap: the key of
+        # class 0, [R - 1, R].
+        self._num_keys = num_rungs * self._num_classes + 1  # the last one is nobody's
+        limits, caps = np.arange(1, num_rungs)[:, None], np.arange(num_rungs)
+        first_keys = (limits - 1) * self._num_keys + np.minimum(caps, limits) * self._num_classes
+        self._first_keys: Ints = first_keys
+        self._num_all_keys = len(first_keys) * self._num_keys
+        self._climbs = [self._climb(cap) for cap in range(num_rungs)]
         self._climbs_of: dict[tuple[int, ...], _Climbs | None] = {}
 
     def deal(
@@ -199,134 +215,153 @@ class Dealer:
                 another deal brings clearly more.
             favour: Share of the tokens per second that another deal must add (hysteresis).
         """
-        options = self.options(classes, caps, fixed)
-        return self.choose(options, held, fixed.mixed_per_token, favour=favour)
+        return self.choose(self.options(classes, caps, held, fixed), fixed, favour=favour)
 
-    def choose(
-        self, options: Options, held: Ints, mixed_per_token: float, *, favour: float = 0.0
-    ) -> Deal:
-        """Return the best deal among the candidates; other args as of `deal` and FixedRounds."""
+    def choose(self, options: Options, fixed: FixedRounds, *, favour: float = 0.0) -> Deal:
+        """Return the best deal among the candidates.
 
-        classes, fixed = options.classes, options.fixed._replace(mixed_per_token=mixed_per_token)
-        kept = np.minimum(held, options.caps)
-        best = self._deal_of(classes, kept, fixed)
+        Args:
+            fixed: Those of the options; only how often prompts come may be another one.
+            favour: As of `deal`.
+        """
+        best = self._deal_of(options.kept, fixed)
         least = best.tokens_per_s * (1.0 + favour)
-        deals = []
-        if best.limit:
-            none = np.zeros_like(classes)
-            deals.append(Deal(none, 0, self._rate(classes, none, [len(classes)], fixed)))
-        for way in options.best(mixed_per_token):
-            deals.append(self._deal_of(classes, self._rungs(options, way, held), fixed))
+        deals = [self.rest(len(options.classes), fixed)] if best.limit else []
+        for way in self._best(options, fixed.mixed_per_token):
+            if way not in options.divided:
+                rungs = self._rungs(options, way)
+                options.divided[way] = self._divided(options.classes, rungs)
+            deals.append(self._deal_of(options.divided[way], fixed))
         for deal in deals:
             if deal.tokens_per_s > least:
                 least, best = deal.tokens_per_s, deal
         return best
 
-    def _deal_of(self, classes: Ints, rungs: Ints, fixed: FixedRounds) -> Deal:
-        counts = np.bincount(rungs).tolist()
-        return Deal(rungs, max(len(counts) - 1, 0), self._rate(classes, rungs, counts, fixed))
+    def rest(self, num_requests: int, fixed: FixedRounds) -> Deal:
+        """Return the deal in which no request has a tree."""
+        rungs = np.zeros(num_requests, dtype=np.int64)
+        return self._deal_of(_Division(rungs, [num_requests], float(num_requests)), fixed)
 
     def tokens_per_s(self, classes: Ints, rungs: Ints, fixed: FixedRounds = NOTHING_FIXED) -> float:
         """Return expected tokens per second if requests get these rungs."""
-        return self._rate(classes, rungs, np.bincount(rungs).tolist(), fixed)
+        return self._deal_of(self._divided(classes, rungs), fixed).tokens_per_s
 
     def num_tokens(self, classes: Ints, rungs: Ints) -> float:
         """Return expected tokens of a round of these requests."""
         return float(np.add.reduce(self._gains[classes, rungs]))
 
-    def _rate(self, classes: Ints, rungs: Ints, counts: list[int], fixed: FixedRounds) -> float:
-        """Return expected tokens per second.
+    def _divided(self, classes: Ints, rungs: Ints) -> _Division:
+        counts = np.bincount(rungs).tolist()
+        has_trees = len(counts) > 1
+        tokens = self.num_tokens(classes, rungs) if has_trees else float(len(classes))
+        return _Division(rungs, counts, tokens)
 
-        Args:
-            counts: Number of requests by rung, up to the highest rung.
-        """
-        costs, num_requests = self._costs, len(classes)
-        tokens = float(num_requests)
-        if len(counts) > 1:
-            tokens = self.num_tokens(classes, rungs)
+    def _deal_of(self, division: _Division, fixed: FixedRounds) -> Deal:
+        costs, (rungs, counts, tokens) = self._costs, division
+        limit = max(len(counts) - 1, 0)
         tokens += fixed.num_tokens
         num_rows = sum(map(operator.mul, counts, self._row_counts))
         kind = RoundKind(
-            num_requests=num_requests + fixed.num_requests,
+            num_requests=len(rungs) + fixed.num_requests,
             num_rows=float(num_rows) + fixed.num_rows,
-            rung=max(len(counts) - 1, fixed.rung),
+            rung=max(limit, fixed.rung),
             num_trees=sum(counts[1:]) + fixed.num_trees,
         )
         forward_s = costs.forward_s(kind.num_rows)
         seconds = costs.round_s(kind, forward_s) + costs.delay_s(kind.rung, kind.num_trees)
-        saved_s = forward_s - costs.marginal_s(kind.num_rows)
-        return tokens / (seconds + math.expm1(-fixed.mixed_per_token * tokens) * saved_s)
+        if fixed.mixed_per_token:
+            saved_s = forward_s - costs.marginal_s(kind.num_rows)
+            seconds += math.expm1(-fixed.mixed_per_token * tokens) * saved_s
+        return Deal(rungs, limit, tokens / seconds)
 
-    def options(self, classes: Ints, caps: Ints, fixed: FixedRounds = NOTHING_FIXED) -> Options:
+    def _best(self, options: Options, mixed_per_token: float) -> list[int]:
+        """Return the best candidate that fills a captured size, and the best of the others.
+
+        Args:
+            mixed_per_token: As of FixedRounds.
+        """
+        forward_s = options.forward_s
+        if mixed_per_token:
+            # The padding is filled with rows that would have to be computed in another step.
+            saved_s = forward_s - self._costs.marginal_s(options.num_rows.astype(np.float64))
+            forward_s = forward_s + np.expm1(-mixed_per_token * options.tokens) * saved_s
+        scores = options.tokens / (forward_s + options.beside_s + options.draft_s)
+        split = options.num_filled
+        ways = [int(scores[:split].argmax())] if split else []
+        return [*ways, split + int(scores[split:].argmax())] if split < len(scores) else ways
+
+    def options(
+        self, classes: Ints, caps: Ints, held: Ints, fixed: FixedRounds = NOTHING_FIXED
+    ) -> Options:
         """Return the candidates; args as of `deal`."""
         costs = self._costs
+        kept = self._divided(classes, np.minimum(held, caps))
         base = len(classes) + fixed.num_rows
-        sizes, sizes_s = costs.sizes_above(base)
+        sizes = costs.sizes_above(base)
         climbs = self._climbs_up_to(caps) if len(sizes) else None
         if climbs is None:
-            return Options(classes, caps, fixed)
-        counts = self._count(classes, caps).take(climbs.counted)
+            return Options(classes, held, kept, fixed, {})
+        keys = self._keys(classes, caps)
+        counts = np.bincount(keys.ravel(), minlength=self._num_all_keys)
+        counts = counts.take(climbs.key)
         sums = (climbs.each * counts).cumsum(axis=2)
         rows = sums[0]
         rooms = sizes - base
         by_size, size = (rooms < rows[:, -1:]).nonzero()
-        room = rooms.take(size)
-        gained, trees = _between(sums, by_size, room)
+        filled = _between(sums, climbs.apart, by_size, rooms.take(size))
         ends = ((counts > 0) & (rows <= rooms[-1])).ravel().nonzero()[0]
         at_end = sums.reshape(3, -1).take(ends, axis=1)
-        used = np.concatenate((room, at_end[0]))
-        tokens = len(classes) + fixed.num_tokens + np.concatenate((gained, at_end[1]))
-        num_trees = np.concatenate((trees, at_end[2])).astype(np.int64) + fixed.num_trees
-        limit = 1 + np.concatenate((by_size, ends // rows.shape[1]))
-        num_rows = base + used
-        forward_s = np.concatenate((sizes_s.take(size), costs.forwards_s(num_rows[len(size) :])))
+        used, tokens, trees = np.concatenate((filled, at_end), axis=1)
+        num_trees = trees.astype(np.int64) + fixed.num_trees
+        limit = np.concatenate((by_size, ends // rows.shape[1])) + 1
+        num_rows = used.astype(np.int64) + base
         num_all = len(classes) + fixed.num_requests
-        rung = np.maximum(limit, fixed.rung)
+        rung = np.maximum(limit, fixed.rung) if fixed.rung else limit
         draft_s = costs.drafts_s(rung, num_trees, num_all, num_rows)
+        if costs.num_targets > 1:
+            draft_s += costs.delays_s(rung, num_trees)
         return Options(
             classes,
-            caps,
+            held,
+            kept,
             fixed,
+            {},
             climbs,
+            keys,
             ends=rows,
             num_filled=len(size),
             limit=limit,
             used=used,
-            tokens=tokens,
-            forward_s=forward_s,
-            saved_s=forward_s - costs.marginal_s(num_rows),
+            tokens=tokens + (len(classes) + fixed.num_tokens),
+            num_rows=num_rows,
+            forward_s=costs.forwards_s(num_rows),
             beside_s=costs.host_s(num_all),
-            draft_s=draft_s + costs.delays_s(rung, num_trees),
+            draft_s=draft_s,
         )
 
-    def _count(self, classes: Ints, caps: Ints) -> Ints:
-        """Return numbers of requests, [2 * R * C + 1]: by cap and class; then by class, with at
-        least a cap; then 0, for padding.
+    def _keys(self, classes: Ints, caps: Ints) -> Ints:
+        """Return the keys of requests, [R - 1, B]: row `limit - 1` says which of them are alike if
+        no rung above `limit` is allowed. Different rows have different keys.
         """
-        counts = np.zeros(2 * self._nobody + 1, dtype=np.int64)
-        keys = caps * self._num_classes + classes
-        counts[: self._nobody] = np.bincount(keys, minlength=self._nobody)
-        by_cap, above = counts[:-1].reshape(2, self._num_rungs, self._num_classes)
-        by_cap[::-1].cumsum(axis=0, out=above[::-1])
-        return counts
+        return self._first_keys.take(caps, axis=1) + classes
 
-    def _rungs(self, options: Options, way: int, held: Ints) -> Ints:
+    def _rungs(self, options: Options, way: int) -> Ints:
         """Return the rung of each request in a candidate."""
-        climbs, limit = options.climbs, int(options.limit[way])
+        climbs, row = options.climbs, int(options.limit[way]) - 1
         assert climbs is not None
-        key, rung, ends = climbs.key[limit - 1], climbs.rung[limit - 1], options.ends[limit - 1]
+        key, rung, ends = climbs.key[row], climbs.rung[row], options.ends[row]
         num_rows = float(options.used[way])
         num_whole = int(ends.searchsorted(num_rows + _ROUNDING, side="right"))
-        rung_of = np.zeros(self._nobody + 1, dtype=np.int64)
+        rung_of = np.zeros(self._num_all_keys, dtype=np.int64)
         rung_of[key[:num_whole]] = rung[:num_whole]  # of a class's climbs the last one counts
-        keys = np.minimum(options.caps, limit) * self._num_classes + options.classes
+        keys = options.keys[row]
         rungs = rung_of.take(keys)
         left = num_rows - float(ends[num_whole - 1]) + _ROUNDING
         if num_whole < len(ends) and left >= 1.0:  # the next climb, for some requests
-            num_more = int(left // climbs.each[0, limit - 1, num_whole])
-            alike = np.flatnonzero(keys == key[num_whole])
-            order = np.argsort(held[alike] < rung[num_whole], kind="stable")
-            rungs[alike[order[:num_more]]] = rung[num_whole]
+            num_more = int(left // climbs.each[0, row, num_whole])
+            alike = (keys == key[num_whole]).nonzero()[0]
+            order = (options.held.take(alike) < rung[num_whole]).argsort(kind="stable")
+            rungs[alike.take(order[:num_more])] = rung[num_whole]
         return rungs
 
     def _climbs_up_to(self, caps: Ints) -> _Climbs | None:
@@ -346,13 +381,15 @@ class Dealer:
         if width == 1:
             return None
         shape = (len(climbs), width)
-        key, rung = np.full(shape, self._nobody), np.zeros(shape, dtype=np.int64)
+        first = self._num_keys * np.arange(len(climbs))[:, None]
+        key, rung = np.full(shape, self._num_keys - 1) + first, np.zeros(shape, dtype=np.int64)
         each = np.zeros((3, *shape))
         for row, climb in enumerate(climbs):
             steps = slice(1, 1 + len(climb.key))
-            key[row, steps], rung[row, steps], each[:, row, steps] = climb
-        is_limited = key // self._num_classes >= np.array(limits)[:, None]
-        return _Climbs(key, key + self._nobody * is_limited, rung, each)
+            key[row, steps] = climb.key + first[row]
+            rung[row, steps], each[:, row, steps] = climb.rung, climb.each
+        apart = np.arange(len(climbs), dtype=np.float64)[:, None] * _APART
+        return _Climbs(key, rung, each, apart)
 
     def _climb(self, cap: int) -> _Climb:
         """Return the climbs of requests that may have rungs up to `cap`: from each rung to the one
@@ -378,19 +415,19 @@ class Dealer:
         return _join(parts)
 
 
-def _between(sums: Floats, row: Ints, used: Floats) -> tuple[Floats, Floats]:
-    """Return tokens and trees if so many rows are used; the last climb may be made by only some of
-    its requests.
+def _between(sums: Floats, apart: Floats, row: Ints, used: Floats) -> Floats:
+    """Return rows, tokens and trees, [3, P], if so many rows are used; the last climb may be made
+    by only some of its requests.
 
     Args:
         sums: [3, L, I], rows, tokens and trees up to and including each climb.
+        apart: As of _Climbs.
         row: [P], index into L.
         used: [P], rows.
     """
-    apart = _APART * np.arange(sums.shape[1])
-    at, rows = used + apart.take(row), (sums[0] + apart[:, None]).ravel()
-    trees = np.interp(at, rows, sums[2].ravel())
-    return np.interp(at, rows, sums[1].ravel()), np.ceil(trees)
+    at, rows = used + apart.take(row), (sums[0] + apart).ravel()
+    tokens, trees = np.interp(at, rows, sums[1].ravel()), np.interp(at, rows, sums[2].ravel())
+    return np.array((used, tokens, np.ceil(trees)))
 
 
 def _join(climbs: Sequence[_Climb]) -> _Climb:

@@ -68,12 +68,12 @@ class PromptRounds:
         has_ended = not num_coming and self._num_clear >= _PROMPTS_ENDED_AFTER
         before, self.expected = self.expected, 0.0 if has_ended else self._mixed
         self.are_rare = max(before, self.expected) < _MOSTLY_MIXED
-        round_s = self._costs.round_s(RoundKind(num_requests, num_requests))
-        num_rounds = self._costs.marginal_s(float(num_prompt_rows)) / round_s
-        if self.are_long:
-            self.are_long = num_rounds > _READING_ENDS
-        elif self._costs.is_padded and num_coming >= _MANY_COMING:  # a CPU has no cheaper rows
-            self.are_long = num_rounds > _LONG_READING
+        # A CPU has no cheaper rows.
+        may_be_long = self._costs.is_padded and num_coming >= _MANY_COMING
+        if self.are_long or may_be_long:
+            round_s = self._costs.round_s(RoundKind(num_requests, num_requests))
+            num_rounds = self._costs.marginal_s(float(num_prompt_rows)) / round_s
+            self.are_long = num_rounds > (_READING_ENDS if self.are_long else _LONG_READING)
 
     @property
     def are_expected(self) -> bool:

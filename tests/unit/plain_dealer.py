@@ -83,7 +83,7 @@ class PlainDealer:
             limit: Rung that no request is above.
         """
         costs, base = self._costs, len(classes) + fixed.num_rows
-        sizes, _ = costs.sizes_above(base)
+        sizes = costs.sizes_above(base)
         limited = np.minimum(caps, limit)
         steps = self._steps(sorted(set(limited.tolist())))
         counts = [

@@ -204,7 +204,7 @@ def test_on_a_cpu_smaller_trees_beside_a_deep_one_save_little() -> None:
     whole = costs.draft_s(RoundKind(4, 4 * 6, rung=4, num_trees=4))
     mixed = costs.draft_s(RoundKind(4, 6 + 4 + 3 + 3, rung=4, num_trees=4))
     assert 0.75 * whole < mixed < 0.9 * whole
-    (of_many,) = costs.drafts_s(np.array([4]), np.array([4]), 4, np.array([16.0]))
+    (of_many,) = costs.drafts_s(np.array([4]), np.array([4]), 4, np.array([16]))
     assert of_many == pytest.approx(mixed)
 
 
@@ -214,7 +214,7 @@ def test_more_rows_than_were_measured_take_more(forward: StepCosts) -> None:
     is_padded = forward is FORWARD
     costs = RoundCosts(forward, LADDER, is_padded=is_padded, most_rows=8192)
     rows = np.array([1, 100, 128, 129, 200, 2048, 2049, 5000])
-    assert costs.forwards_s(rows.astype(float)).tolist() == [costs.forward_s(n) for n in rows]
+    assert costs.forwards_s(rows).tolist() == [costs.forward_s(n) for n in rows]
 
 
 def test_rows_go_where_they_bring_most() -> None:
