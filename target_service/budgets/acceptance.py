@@ -38,6 +38,7 @@ NUM_CLASSES = 1 + round((_MOST_EASE - _LEAST_EASE) / _CLASS_WIDTH)
 LAST_HOPELESS_CLASS = 6
 """One draft in seven accepted, or fewer: trees cost more than they bring, even to one request."""
 _EASE = np.linspace(_LEAST_EASE, _MOST_EASE, NUM_CLASSES)
+_LEAST_OF_CLASS = _EASE[1:] - _CLASS_WIDTH / 2
 # First guess of the mean, before any round: in a chain two drafts of three are accepted.
 _FIRST_EASE = math.log(-math.log(1 / 3))
 # How the odds of a step grow with the logarithm of the nodes per step, and where they are those of
@@ -85,11 +86,13 @@ class Acceptance:
         self._crowd = 1.0  # number of requests in the last steps, decaying
         self._ease = np.zeros(num_slots)
         self._evidence = np.zeros(num_slots)
-        self._depth_offset = np.zeros(len(self._depth))
-        self._depth_evidence = np.zeros(len(self._depth))
-        self._is_chain = np.array([True, *(shape.topk == 1 for shape in ladder)])
-        self._rung_offset = np.zeros(1 + len(ladder))
-        self._rung_evidence = np.zeros(1 + len(ladder))
+        # Of all rungs, then of all depths: learned alike, so these are one array each. The offsets
+        # of chains and of the first depth stay 0: ease covers them.
+        is_chain = [True, *(shape.topk == 1 for shape in ladder)]
+        self._stays = np.array([*is_chain, True, *[False] * (len(self._depth) - 1)])
+        self._offset = np.zeros(len(self._stays))
+        self._offset_evidence = np.zeros(len(self._stays))
+        self._rung_offset, self._depth_offset = np.split(self._offset, [1 + len(ladder)])
         nothing = np.zeros(NUM_CLASSES)
         # [NUM_CLASSES, rungs]
         self._breadth = np.array([nothing, *map(_breadth, ladder)]).T
@@ -110,23 +113,26 @@ class Acceptance:
             most_steps: [B], upper bound of each tree's steps; None: as many as its rung has.
         """
         accepted = num_accepted[:, None]
-        num_steps = self._num_steps[rungs]
+        num_steps = self._num_steps.take(rungs)
         if most_steps is not None:
             num_steps = np.minimum(num_steps, most_steps)
         is_trial = self._depth <= np.minimum(accepted + 1, num_steps[:, None])
-        ease = self._mean + self._ease[slots, None]
-        offset = self._rung_offset[rungs] + self._breadth[_class_of(ease[:, 0]), rungs]
-        link = ease + self._depth_offset + offset[:, None]
+        own_ease = self._ease.take(slots)
+        ease = self._mean + own_ease
+        offset = self._rung_offset.take(rungs) + self._breadth[_class_of(ease), rungs]
+        link = ease[:, None] + self._depth_offset + offset[:, None]
         hazard = np.exp(_clipped(link, -4.0, 2.0))
-        failure = np.exp(-hazard)
+        refused = -hazard
+        failure = np.exp(refused)
         odds = failure / (1.0 - failure)
-        score = np.where(self._depth <= accepted, hazard * odds, -hazard) * is_trial  # [B, D]
-        information = hazard * hazard * odds * is_trial
-        of_requests = score.sum(axis=1), information.sum(axis=1)
-        self._learn_ease(slots, *of_requests)
-        self._learn_mean(float(score.sum()), float(information.sum()))
-        self._learn_depths(score.sum(axis=0), information.sum(axis=0))
-        self._learn_rungs(rungs, *of_requests)
+        score = np.where(self._depth <= accepted, hazard * odds, refused)
+        trials = (
+            np.array((score, hazard * hazard * odds)) * is_trial
+        )  # score, information [2, B, D]
+        of_requests = np.add.reduce(trials, axis=2)
+        self._learn_ease(slots, own_ease, *of_requests)
+        self._learn_mean(*np.add.reduce(trials.reshape(2, -1), axis=1).tolist())
+        self._learn_offsets(rungs, of_requests, np.add.reduce(trials, axis=1))
 
     def note_rests(self, slots: Ints, *, returns: bool) -> None:
         """Forget a little about requests whose rounds have no trees.
@@ -143,10 +149,10 @@ class Acceptance:
 
     def recentre(self, slots: Ints) -> None:
         """Move the mean towards that of the running requests: new requests begin with it."""
-        evidence = self._evidence[slots]
+        evidence = self._evidence.take(slots)
         known = evidence / (evidence + _PRIOR)
         self._crowd = max(float(len(slots)), _CROWD_KEPT * self._crowd)
-        shift = _MEAN_WEIGHT * float((known * self._ease[slots]).sum() / self._crowd)
+        shift = _MEAN_WEIGHT * (float(np.add.reduce(known * self._ease.take(slots))) / self._crowd)
         shift = max(shift, _LEAST_EASE - self._mean)
         self._mean += shift
         self._ease -= shift
@@ -157,14 +163,14 @@ class Acceptance:
         A request counts as harder than the mean only as far as its rounds have shown it beyond
         doubt: one refused tree is no reason to rest.
         """
-        ease = self._ease[slots]
-        doubt = _DOUBT / np.sqrt(self._evidence[slots] + _PRIOR)
+        ease = self._ease.take(slots)
+        doubt = _DOUBT / np.sqrt(self._evidence.take(slots) + _PRIOR)
         return _class_of(self._mean + np.maximum(ease, np.minimum(ease + doubt, 0.0)))
 
     @property
     def mean_class(self) -> int:
         """Return the class of a request about which nothing is known."""
-        return int(_class_of(np.array(self._mean)))
+        return int(_LEAST_OF_CLASS.searchsorted(self._mean, side="right"))
 
     def promise(self, slots: Ints) -> Floats:
         """Return by request how much a trial promises: its ease, plus a bonus for uncertainty."""
@@ -183,11 +189,12 @@ class Acceptance:
         gains[0] = 1.0
         return np.maximum.accumulate(gains, axis=1)
 
-    def _learn_ease(self, slots: Ints, score: Floats, information: Floats) -> None:
-        evidence = _EVIDENCE_KEPT * self._evidence[slots] + information
-        step = _clipped(score / (evidence + _PRIOR), -_MOST_STEP, _MOST_STEP)
-        forgotten = (1.0 - _EVIDENCE_KEPT) * _PRIOR / (evidence + _PRIOR)
-        self._ease[slots] = (1.0 - forgotten) * self._ease[slots] + step
+    def _learn_ease(self, slots: Ints, ease: Floats, score: Floats, information: Floats) -> None:
+        evidence = _EVIDENCE_KEPT * self._evidence.take(slots) + information
+        with_prior = evidence + _PRIOR
+        step = _clipped(score / with_prior, -_MOST_STEP, _MOST_STEP)
+        forgotten = (1.0 - _EVIDENCE_KEPT) * _PRIOR / with_prior
+        self._ease[slots] = (1.0 - forgotten) * ease + step
         self._evidence[slots] = evidence
 
     def _learn_mean(self, score: float, information: float) -> None:
@@ -196,27 +203,28 @@ class Acceptance:
         mean = self._mean + min(max(step, -_MOST_STEP), _MOST_STEP)
         self._mean = max(mean, _LEAST_EASE)  # a lower mean would take long to recover
 
-    def _learn_depths(self, score: Floats, information: Floats) -> None:
-        """Fit the offsets of all depths but the first, whose offset is 0: ease covers it."""
-        self._depth_evidence *= _OFFSET_EVIDENCE_KEPT
-        self._depth_evidence += information
-        step = score / (self._depth_evidence + _OFFSET_PRIOR)
-        self._depth_offset[1:] += _clipped(step, -_MOST_STEP, _MOST_STEP)[1:]
+    def _learn_offsets(self, rungs: Ints, of_requests: Floats, of_depths: Floats) -> None:
+        """Fit the offsets of rungs and depths.
 
-    def _learn_rungs(self, rungs: Ints, score: Floats, information: Floats) -> None:
-        """Fit the offset of each rung to how its trees did compared with all trees of the step.
+        An offset of a rung is fitted to how its trees did compared with all trees of the step: what
+        all trees did better or worse than expected is due to the texts, not to the rungs.
 
-        What all trees did better or worse than expected is due to the texts, not to the rungs.
+        Args:
+            rungs: [B].
+            of_requests: [2, B], score and information of each request.
+            of_depths: [2, D].
         """
+        score, information = of_requests
         count = len(self._rung_offset)
         by_rung = np.bincount(rungs, information, count)
-        self._rung_evidence *= _OFFSET_EVIDENCE_KEPT
-        self._rung_evidence += by_rung
-        of_texts = float(score.sum()) / max(float(information.sum()), _LEAST_INFORMATION)
+        all_score, all_information = np.add.reduce(of_requests, axis=1).tolist()
+        of_texts = all_score / max(all_information, _LEAST_INFORMATION)
         contrast = np.bincount(rungs, score, count) - of_texts * by_rung
-        step = contrast / (self._rung_evidence + _OFFSET_PRIOR)
-        step[self._is_chain] = 0.0
-        self._rung_offset += _clipped(step, -_MOST_STEP, _MOST_STEP)
+        self._offset_evidence *= _OFFSET_EVIDENCE_KEPT
+        self._offset_evidence += np.concatenate((by_rung, of_depths[1]))
+        step = np.concatenate((contrast, of_depths[0])) / (self._offset_evidence + _OFFSET_PRIOR)
+        step[self._stays] = 0.0
+        self._offset += _clipped(step, -_MOST_STEP, _MOST_STEP)
 
 
 def _breadth(shape: TreeShape) -> Floats:
@@ -233,8 +241,7 @@ def _breadth(shape: TreeShape) -> Floats:
 
 
 def _class_of(ease: Floats) -> Ints:
-    place = np.rint((ease - _LEAST_EASE) * (1 / _CLASS_WIDTH))
-    return _clipped(place, 0.0, NUM_CLASSES - 1.0).astype(np.int64)
+    return _LEAST_OF_CLASS.searchsorted(ease, side="right")
 
 
 def _clipped(values: Floats, least: float, most: float) -> Floats:

@@ -123,7 +123,7 @@ class TreeBudget:
         """
         self._clock = clock
         self._rung_of_size = _rung_of_size(costs.rows)
-        self._is_whole = np.isin(np.arange(len(self._rung_of_size)), costs.rows)
+        self._is_tree = np.isin(np.arange(len(self._rung_of_size)), costs.rows[1:])
         self._dealer = Dealer(self.acceptance.gains(), costs)
         self._num_decisions = 0
         self._new_gains_at = _FIRST_GAINS
@@ -380,28 +380,32 @@ class TreeBudget:
                 its size. None: all trees are as deep as their rungs.
         """
         self._round += 1
-        num_tokens = len(slots) + int(num_accepted.sum())
+        num_tokens = len(slots) + int(np.add.reduce(num_accepted))
         if self._prompts.note_step(num_tokens, has_prompts=times.has_prompts):
             self._decided_round = -DECISION_ROUNDS
-        sizes = np.minimum(num_nodes, len(self._rung_of_size) - 1)
-        rungs = self._rung_of_size[sizes]
+        rungs = self._rung_of_size.take(num_nodes, mode="clip")
         has_tree = rungs > 0
         # A tree may still be of the rung before the last decision: its own rung says what the draft
         # took.
         self._note_time(slots, np.where(has_tree, rungs, times.waited_rungs), times)
-        known = has_tree & self._is_whole[sizes]  # other trees were cut, or have no rung's shape
+        # Trees of other sizes were cut, or have no rung's shape.
+        known = self._is_tree.take(num_nodes, mode="clip")
         if num_steps is not None:
             known &= num_steps > 0
-        if known.any():
+        num_known = np.count_nonzero(known)
+        if num_known:
             self._probe.num_rounds += 1
-            kept = slice(None) if known.all() else known
-            steps = None if num_steps is None else num_steps[kept]
-            self.acceptance.note_rounds(slots[kept], rungs[kept], num_accepted[kept], steps)
+            if num_known == len(slots):
+                self.acceptance.note_rounds(slots, rungs, num_accepted, num_steps)
+            else:
+                steps = None if num_steps is None else num_steps[known]
+                self.acceptance.note_rounds(slots[known], rungs[known], num_accepted[known], steps)
         if len(slots):
             self.acceptance.recentre(slots)
-        resting = slots[~has_tree]
-        if len(resting) and not self._prompts.are_long:
-            self.acceptance.note_rests(resting, returns=self._limit > 0)
+        if num_known < len(slots) and not self._prompts.are_long:
+            resting = slots[~has_tree]
+            if len(resting):
+                self.acceptance.note_rests(resting, returns=self._limit > 0)
 
     def _note_time(self, slots: Ints, rungs: Ints, times: StepTimes) -> None:
         """Learn what a round took. A round that took much longer than expected makes a decision

@@ -132,6 +132,7 @@ class RoundCosts:
         self._host = self._first_host.copy()
         self._most_host = np.full(len(_BATCHES), np.inf)
         self._draft = self._growth.copy()
+        self._most_plausible = _PLAUSIBLE * self._growth
         self._guessed_from = np.full_like(self._growth, np.nan)
 
     def forward_s(self, num_rows: float) -> float:
@@ -253,7 +254,7 @@ class RoundCosts:
         self._samples.note(place, took_s, forward_s, batch=batch, share=share, now_s=now_s)
         # Entries of as many trees or more that were not measured for long are forgotten.
         has_forgotten = kind.rung > 0 and self._samples.try_again(
-            now_s, place[1], batch, self._draft <= _PLAUSIBLE * self._growth
+            now_s, place[1], batch, self._draft <= self._most_plausible
         )
         entry_s = self._samples.entry(place, self._host)
         if entry_s is not None and kind.rung:
@@ -272,7 +273,7 @@ class RoundCosts:
         """Forget the times of trees of so many requests or fewer that are far above their first
         guess: they may be of a moment when other processes used the cores.
         """
-        is_implausible = self._draft > _PLAUSIBLE * self._growth
+        is_implausible = self._draft > self._most_plausible
         if self._samples.forget_few(is_implausible, _bucket(num_trees)):
             self._guess()
 

@@ -30,6 +30,7 @@ _LEAST_PATIENCE_S = 0.3
 # twice as long: to try it, all requests must have trees again, and drafts have much to read first.
 _FIRST_MANY_S, _LAST_MANY_S = 10.0, 160.0
 _HAS_PAID_AFTER = 16
+_NEVER = 1 << 62
 
 
 class RoundSamples:
@@ -37,7 +38,8 @@ class RoundSamples:
     (0, bucket of requests) for rounds without trees.
 
     On a CPU all rounds take longer while other processes use the cores. There the time of a round
-    with trees is scaled by what a round without trees takes now, over what it took at that time.
+    with trees is scaled by what a round without trees takes now, over what it took at that time;
+    and trees take less if some of them are smaller than the largest (`RoundCosts._share`).
 
     Args:
         shape: Shape of the table.
@@ -64,7 +66,8 @@ class RoundSamples:
         self._share = np.ones(self._took_s.shape)
         self._num_rounds = np.zeros(shape, dtype=np.int64)
         self._noted_at_s = np.zeros(shape)
-        self._noted_round = np.zeros(shape, dtype=np.int64)
+        # After which round an entry has not been measured for long; no entry: never.
+        self._old_after = np.full(shape, _NEVER)
         self._round = 0
 
     def note(
@@ -90,17 +93,19 @@ class RoundSamples:
         if self._noted_at_s[place] < now_s - _STALE_S:
             self._num_rounds[place] = 0
             self._took_s[place] = np.nan
-        at = (*place, int(self._num_rounds[place]) % _NUM_SAMPLES)
-        self._took_s[at], self._forward_s[at] = took_s, forward_s
-        self._batch[at], self._share[at] = batch, share
-        plain_s = self.entry((0, batch), self._forwards_s)
-        self._plain_s[at] = np.nan if plain_s is None else plain_s + self._forwards_s[batch]
-        self._num_rounds[place] += 1
-        if self._num_rounds[place] >= _HAS_PAID_AFTER:
+        num_rounds = int(self._num_rounds[place])
+        at = (*place, num_rounds % _NUM_SAMPLES)
+        self._took_s[at], self._forward_s[at], self._batch[at] = took_s, forward_s, batch
+        if not self._is_gpu:
+            self._share[at] = share
+            plain_s = self.entry((0, batch), self._forwards_s)
+            self._plain_s[at] = np.nan if plain_s is None else plain_s + self._forwards_s[batch]
+        self._num_rounds[place] = num_rounds + 1
+        if num_rounds + 1 >= _HAS_PAID_AFTER:
             self._patience[place] = self._first_patience[place]
             self._many_s[place] = self._first_many_s
         self._noted_at_s[place] = now_s
-        self._noted_round[place] = self._round
+        self._old_after[place] = self._round + self._patience[place]
         self._round += 1
 
     def forget_trees(self, now_s: float) -> bool:
@@ -114,12 +119,12 @@ class RoundSamples:
         Returns: Whether the entry was forgotten.
         """
         place = (0, batch)
-        is_old = self._noted_round[place] < self._round - self._patience[place]
-        if self._is_gpu:
-            is_old &= bool(self._noted_at_s[0].max() < now_s - _STALE_S)
-        if not self._num_rounds[place] or not is_old:
+        if self._round <= self._old_after[place]:
+            return False
+        if self._is_gpu and self._noted_at_s[0].max() >= now_s - _STALE_S:
             return False
         self._patience[place] = min(2 * self._patience[place], _LAST_PATIENCE)
+        self._old_after[place] = _NEVER
         self._num_rounds[place] = 0
         self._took_s[place] = np.nan
         return True
@@ -137,11 +142,10 @@ class RoundSamples:
         Returns: Whether any entry was forgotten.
         """
         buckets = slice(first, last + 1)
-        is_old = self._noted_round < self._round - self._patience
-        is_old &= self._noted_at_s < now_s - _LEAST_PATIENCE_S
-        is_old &= self._num_rounds > 0
+        is_old = self._old_after < self._round
         if not is_old[1:, buckets].any():
             return False
+        is_old &= self._noted_at_s < now_s - _LEAST_PATIENCE_S
         is_settled = is_plausible & (self._noted_at_s >= now_s - self._many_s)
         is_settled[:, : first + 1] = False
         is_old &= ~is_settled
@@ -167,6 +171,7 @@ class RoundSamples:
         is_meant[1:, buckets] = True
         is_stale = is_stale & is_meant & (self._num_rounds > 0)
         self._num_rounds[is_stale] = 0
+        self._old_after[is_stale] = _NEVER
         self._took_s[is_stale] = np.nan
         return is_stale
 
@@ -215,9 +220,10 @@ class RoundSamples:
         """Return the time of trees beside forward and host, as if all had the largest rung."""
         batch = self._batch[samples]
         took_s = self._took_s[samples]
-        if not self._is_gpu:
-            plain_s = self._plain_s[samples]
-            now_s = host_s[batch] + self._forwards_s[batch]
-            took_s = np.where(np.isnan(plain_s), took_s, took_s * now_s / plain_s)
-        beside_s: Floats = took_s - self._forward_s[samples] - host_s[batch]
-        return beside_s / self._share[samples]
+        if self._is_gpu:
+            beside_s: Floats = took_s - self._forward_s[samples] - host_s.take(batch)
+            return beside_s
+        plain_s = self._plain_s[samples]
+        now_s = host_s[batch] + self._forwards_s[batch]
+        took_s = np.where(np.isnan(plain_s), took_s, took_s * now_s / plain_s)
+        return (took_s - self._forward_s[samples] - host_s[batch]) / self._share[samples]
