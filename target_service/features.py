@@ -55,6 +55,9 @@ class MissedRows(NamedTuple):
     num_replayed: int = 0
 
 
+_NOTHING_MISSED = MissedRows()
+
+
 class FeatureOutlet:
     """Owns the subscriptions to features of an engine's requests, and sends the rows.
 
@@ -213,11 +216,11 @@ class FeatureOutlet:
         """Return which rows a request's draft would need if the request stopped resting now."""
         log = request.features
         if log is None:
-            return MissedRows()
+            return _NOTHING_MISSED
         if log.is_dormant:
             return MissedRows(num_replayed=request.committed_len - (log.next or 0))
         if log.rested_since is None:
-            return MissedRows()
+            return _NOTHING_MISSED
         first = log.end if log.next is None else log.next
         num_missed = request.committed_len - first
         if first >= log.start and self.rested.has_all(log.rested_since):

@@ -28,6 +28,8 @@ _FIXED_ACCEPTED = 0.5
 _UNLIKE_SHARE = 8
 # Nor in so many rounds after such a round: the draft may still be busy.
 _SETTLING_ROUNDS = 4
+# The draft was asked for its first tree.
+_COMING = (Progress.ASKED, Progress.JOINING)
 
 
 class TreeShapes:
@@ -137,6 +139,8 @@ class BudgetedShapes(TreeShapes):
         self._wanted: list[int | None] = [None] * len(budget.rungs)
         # By slot, a cache: the credit, and the decided rung as a shape within it. None: not known.
         self._shapes: list[tuple[PeerTrees, TreeShape | None] | None] = [None] * len(budget.rungs)
+        # By slot, a cache: the credit, and the highest rung within its shape.
+        self._caps: list[tuple[PeerTrees, int] | None] = [None] * len(budget.rungs)
         self._noted: _NotedStep | None = None
         self._wanted_before: list[int | None] | None = None  # `_wanted` when orders of a step began
         self._has_decided = False  # in `of`, since orders of this step began
@@ -191,23 +195,25 @@ class BudgetedShapes(TreeShapes):
     ) -> None:
         if self._noted is not None:
             self._learn(self._noted)
-        rounds = []
+        rounds, owners, is_running = [], self._owners, Phase.RUNNING
         for row, request in enumerate(trees.requests):
-            if request.phase is Phase.RUNNING:
-                self._note_owner(request)
+            if request.phase is is_running:
+                if owners[request.req_idx] is not request:
+                    self._begin_anew(request)
                 peer = request.draft
                 progress, credit = None, None
                 if peer is not None:
                     progress, credit = peer.progress_in(request.round_idx + 1), peer.credit
                 rounds.append(_NotedRound(row, progress, credit, request.num_grown))
-        running = [r for r in self._requests.values() if r.phase is Phase.RUNNING]
+        running = [r for r in self._requests.values() if r.phase is is_running]
+        drafts = [r.draft for r in running if r.draft is not None]
         self._noted = _NotedStep(
             trees,
             nodes,
             rounds,
             wanted=self._wanted_before or self._wanted.copy(),
             num_running=len(running),
-            num_asked=sum(map(_is_catching_up, running)),
+            num_asked=sum([draft.progress in _COMING for draft in drafts]),
             is_clean=is_clean,
         )
         self._wanted_before = None
@@ -229,19 +235,18 @@ class BudgetedShapes(TreeShapes):
             num_unlike = sum([not _does_without(requests[r.row], r.progress) for r in rounds])
         is_settled = num_unlike * _UNLIKE_SHARE <= noted.num_running
         self._num_settling = max(self._num_settling - 1, 0) if is_settled else _SETTLING_ROUNDS
-        columns = [
-            (
-                slots[r.row],
-                r.num_grown or nodes[r.row].num_nodes,
-                len(nodes[r.row].token_ids) - 1,
-                noted.wanted[slots[r.row]] or 0 if _is_waited_for(r) else 0,
-                _most_steps(r.credit),
-            )
-            for r in rounds
-        ]
-        of_slot, num_nodes, num_accepted, waited_rungs, num_steps = (
-            np.array(columns, dtype=np.int64).reshape(-1, 5).T
-        )
+        table: list[int] = []  # flat: NumPy takes longer for lists of tuples
+        is_caught_up = Progress.CAUGHT_UP
+        for row, progress, credit, num_grown in rounds:
+            slot, path = slots[row], nodes[row]
+            rung, most_steps = 0, 0
+            if credit is not None:
+                rung = (noted.wanted[slot] or 0) if progress is is_caught_up else 0
+                most_steps = _most_steps(credit)
+            nodes_grown = num_grown or path.num_nodes
+            table += slot, nodes_grown, len(path.token_ids) - 1, rung, most_steps
+        columns = np.array(table, dtype=np.int64).reshape(-1, 5).T
+        of_slot, num_nodes, num_accepted, waited_rungs, num_steps = columns
         self._budget.note_step(
             of_slot,
             num_nodes,
@@ -261,47 +266,63 @@ class BudgetedShapes(TreeShapes):
 
     def _note_owner(self, request: TargetRequest) -> None:
         """Note that a request holds its slot; a new holder begins anew."""
+        if self._owners[request.req_idx] is not request:
+            self._begin_anew(request)
+
+    def _begin_anew(self, request: TargetRequest) -> None:
         slot = request.req_idx
-        if self._owners[slot] is not request:
-            self._owners[slot] = request
-            self._wanted[slot] = self._shapes[slot] = None
-            self._budget.begin(slot)
+        self._owners[slot] = request
+        self._wanted[slot] = self._shapes[slot] = None
+        self._budget.begin(slot)
 
     def _decide(self) -> None:
-        slots, caps, missed, left, fixed = [], [], [], [], []
+        chosen, slots, caps, fixed = [], [], [], []
+        missed: list[int] = []  # flat
         num_others, num_coming, num_prompt_rows = 0, 0, 0
+        owners, is_running = self._owners, Phase.RUNNING
         for request in self._requests.values():
-            if request.phase is not Phase.RUNNING:
+            if request.phase is not is_running:
                 if request.phase is Phase.PREFILL:
                     num_coming += 1
                     num_prompt_rows += len(request.tokens) - request.committed_len
                 continue
-            self._note_owner(request)
-            peer = request.draft
+            slot, peer = request.req_idx, request.draft
+            if owners[slot] is not request:
+                self._begin_anew(request)
             credit = None if peer is None else peer.credit
             if credit is None:
                 num_others += 1
             elif credit.adapts:
-                slots.append(request.req_idx)
-                caps.append(num_rungs_within(credit.shape))
-                missed.append(self._missed(request))
-                left.append(request.token_limit - len(request.tokens))
+                chosen.append(request)
+                slots.append(slot)
+                caps.append(self._cap(slot, credit))
+                missed += self._missed(request)
             else:
                 fixed.append(credit.shape)
-        places = np.array(slots, dtype=np.int64)
-        fixed_rounds = _fixed_rounds(num_others, fixed)
+        places, left = np.array(slots, dtype=np.int64), None
+        missed_rows = None
+        if any(missed):
+            missed_rows = np.array(missed, dtype=np.int64).reshape(-1, 2)
+            left = np.array([r.token_limit - len(r.tokens) for r in chosen], dtype=np.int64)
         self._budget.decide(
             places,
             np.array(caps, dtype=np.int64),
-            fixed_rounds,
-            missed=np.array(missed, dtype=np.int64).reshape(-1, 2),
-            num_left=np.array(left, dtype=np.int64),
+            _fixed_rounds(num_others, fixed),
+            missed=missed_rows,
+            num_left=left,
             num_coming=num_coming,
             num_prompt_rows=num_prompt_rows,
         )
-        for slot, rung in zip(slots, self._budget.rungs[places].tolist(), strict=True):
+        for slot, rung in zip(slots, self._budget.rungs.take(places).tolist(), strict=True):
             if rung != self._wanted[slot]:
                 self._wanted[slot], self._shapes[slot] = rung, None
+
+    def _cap(self, slot: int, credit: PeerTrees) -> int:
+        """Return the highest rung within the shape of the credit of a slot's request."""
+        known = self._caps[slot]
+        if known is None or known[0] is not credit:
+            known = self._caps[slot] = credit, num_rungs_within(credit.shape)
+        return known[1]
 
 
 def _fixed_rounds(num_roots: int, shapes: Sequence[TreeShape]) -> FixedRounds:
@@ -321,19 +342,12 @@ def _fixed_rounds(num_roots: int, shapes: Sequence[TreeShape]) -> FixedRounds:
     )
 
 
-def _most_steps(credit: PeerTrees | None) -> int:
-    """Return how many steps trees of a credit have at most; 0: no credit, or a shape that is not on
-    the ladder, so that the size of a tree does not say its rung.
+def _most_steps(credit: PeerTrees) -> int:
+    """Return how many steps trees of a credit have at most; 0: a shape that is not on the ladder,
+    so that the size of a tree does not say its rung.
     """
-    if credit is None:
-        return 0
     is_rung = credit.adapts or has_size_of_rung(credit.shape)
     return credit.shape.num_steps if is_rung else 0
-
-
-def _is_waited_for(noted: _NotedRound) -> bool:
-    """Return whether a round waited for its tree."""
-    return noted.progress is Progress.CAUGHT_UP and noted.credit is not None
 
 
 def _does_without(request: TargetRequest, progress: Progress | None) -> bool:
@@ -346,9 +360,3 @@ def _does_without(request: TargetRequest, progress: Progress | None) -> bool:
     if progress is None:
         return request.peer_trees is None and not request.open.wants_features
     return progress is Progress.RESTING
-
-
-def _is_catching_up(request: TargetRequest) -> bool:
-    """Return whether the draft of a request has been asked for its first tree."""
-    is_coming = (Progress.ASKED, Progress.JOINING)
-    return request.draft is not None and request.draft.progress in is_coming
