@@ -380,7 +380,7 @@ class TreeBudget:
                 its size. None: all trees are as deep as their rungs.
         """
         self._round += 1
-        num_tokens = len(slots) + int(np.add.reduce(num_accepted))
+        num_tokens = len(slots) + sum(num_accepted.tolist())
         if self._prompts.note_step(num_tokens, has_prompts=times.has_prompts):
             self._decided_round = -DECISION_ROUNDS
         rungs = self._rung_of_size.take(num_nodes, mode="clip")

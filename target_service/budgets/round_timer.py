@@ -107,21 +107,21 @@ class RoundTimer:
         Returns: The round that ended with the step; None: its time must not be learned from.
         """
         now_s = self._clock()
-        ended_s = self._ended_s.take(slots)
+        ended_s = self._ended_s.take(slots).tolist()
         self._ended_s[slots] = now_s
         self._num_rows[slots] = times.num_rows / max(len(slots), 1)
         self._rungs[slots] = rungs
         before_s = self._steps[-1].ended_s if self._steps else 0.0
-        num_trees = int(np.count_nonzero(rungs))
-        self._steps.append(_Step(slots, num_trees > 0, now_s - before_s, now_s))
+        with_trees = [s for s, rung in zip(ended_s, rungs.tolist(), strict=True) if rung]
+        self._steps.append(_Step(slots, len(with_trees) > 0, now_s - before_s, now_s))
         is_clean, self._was_clean = times.is_clean and self._was_clean, times.is_clean
-        if not is_clean or not len(slots) or not ended_s.all():
+        if not is_clean or not len(slots) or not all(ended_s):
             return None
         # Rounds of requests without trees may be shorter: they do not wait for trees.
-        began_s = _median(ended_s[rungs > 0] if 0 < num_trees < len(slots) else ended_s)
+        began_s = _median(with_trees or ended_s)
         ran = (self._ended_s > began_s).nonzero()[0]
         kind = self._kind_of(ran, max(times.num_requests, len(slots)))
-        if kind.rung and not num_trees:
+        if kind.rung and not with_trees:
             return None
         if not kind.rung and len(ran) < _LEAST_PART * kind.num_requests:
             return None
@@ -156,19 +156,20 @@ class RoundTimer:
         Args:
             ran: Slots of the requests that had one.
         """
-        rungs = self._rungs.take(ran)
+        rungs = self._rungs.take(ran).tolist()
+        num_rows = float(np.add.reduce(self._num_rows.take(ran)))
         scale = num_requests / len(ran)
         return RoundKind(
             num_requests=num_requests,
-            num_rows=round(np.add.reduce(self._num_rows.take(ran)) * scale),
-            rung=int(np.maximum.reduce(rungs)),
-            num_trees=round(np.count_nonzero(rungs) * scale),
+            num_rows=round(num_rows * scale),
+            rung=max(rungs),
+            num_trees=round((len(rungs) - rungs.count(0)) * scale),
         )
 
 
-def _median(values: Floats) -> float:
+def _median(values: list[float]) -> float:
     """Return the median. For a few hundred values np.median takes several times as long."""
-    ordered, half = sorted(values.tolist()), len(values) // 2
+    ordered, half = sorted(values), len(values) // 2
     if len(ordered) % 2:
         return ordered[half]
     return (ordered[half - 1] + ordered[half]) / 2
