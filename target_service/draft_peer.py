@@ -92,5 +92,5 @@ class DraftPeer:
 
     def progress_in(self, round_idx: int) -> Progress:
         """Return how far the draft was for a round that was launched."""
-        has_joined = self.progress is Progress.CAUGHT_UP and round_idx < self.waits_from
+        has_joined = round_idx < self.waits_from and self.progress is Progress.CAUGHT_UP
         return Progress.JOINING if has_joined else self.progress

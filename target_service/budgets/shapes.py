@@ -28,7 +28,10 @@ _FIXED_ACCEPTED = 0.5
 _UNLIKE_SHARE = 8
 # Nor in so many rounds after such a round: the draft may still be busy.
 _SETTLING_ROUNDS = 4
-# The draft was asked for its first tree.
+# Members of enums that are looked at by request in each round: Python 3.11 takes longer to look one
+# up than to do the rest.
+_RUNNING, _PREFILL = Phase.RUNNING, Phase.PREFILL
+_CAUGHT_UP, _RESTING = Progress.CAUGHT_UP, Progress.RESTING
 _COMING = (Progress.ASKED, Progress.JOINING)
 
 
@@ -195,9 +198,9 @@ class BudgetedShapes(TreeShapes):
     ) -> None:
         if self._noted is not None:
             self._learn(self._noted)
-        rounds, owners, is_running = [], self._owners, Phase.RUNNING
+        rounds, owners = [], self._owners
         for row, request in enumerate(trees.requests):
-            if request.phase is is_running:
+            if request.phase is _RUNNING:
                 if owners[request.req_idx] is not request:
                     self._begin_anew(request)
                 peer = request.draft
@@ -205,7 +208,7 @@ class BudgetedShapes(TreeShapes):
                 if peer is not None:
                     progress, credit = peer.progress_in(request.round_idx + 1), peer.credit
                 rounds.append(_NotedRound(row, progress, credit, request.num_grown))
-        running = [r for r in self._requests.values() if r.phase is is_running]
+        running = [r for r in self._requests.values() if r.phase is _RUNNING]
         drafts = [r.draft for r in running if r.draft is not None]
         self._noted = _NotedStep(
             trees,
@@ -236,12 +239,11 @@ class BudgetedShapes(TreeShapes):
         is_settled = num_unlike * _UNLIKE_SHARE <= noted.num_running
         self._num_settling = max(self._num_settling - 1, 0) if is_settled else _SETTLING_ROUNDS
         table: list[int] = []  # flat: NumPy takes longer for lists of tuples
-        is_caught_up = Progress.CAUGHT_UP
         for row, progress, credit, num_grown in rounds:
             slot, path = slots[row], nodes[row]
             rung, most_steps = 0, 0
             if credit is not None:
-                rung = (noted.wanted[slot] or 0) if progress is is_caught_up else 0
+                rung = (noted.wanted[slot] or 0) if progress is _CAUGHT_UP else 0
                 most_steps = _most_steps(credit)
             nodes_grown = num_grown or path.num_nodes
             table += slot, nodes_grown, len(path.token_ids) - 1, rung, most_steps
@@ -279,15 +281,14 @@ class BudgetedShapes(TreeShapes):
         chosen, slots, caps, fixed = [], [], [], []
         missed: list[int] = []  # flat
         num_others, num_coming, num_prompt_rows = 0, 0, 0
-        owners, is_running = self._owners, Phase.RUNNING
         for request in self._requests.values():
-            if request.phase is not is_running:
-                if request.phase is Phase.PREFILL:
+            if request.phase is not _RUNNING:
+                if request.phase is _PREFILL:
                     num_coming += 1
                     num_prompt_rows += len(request.tokens) - request.committed_len
                 continue
             slot, peer = request.req_idx, request.draft
-            if owners[slot] is not request:
+            if self._owners[slot] is not request:
                 self._begin_anew(request)
             credit = None if peer is None else peer.credit
             if credit is None:
@@ -359,4 +360,4 @@ def _does_without(request: TargetRequest, progress: Progress | None) -> bool:
     """
     if progress is None:
         return request.peer_trees is None and not request.open.wants_features
-    return progress is Progress.RESTING
+    return progress is _RESTING
