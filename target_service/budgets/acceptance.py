@@ -126,9 +126,8 @@ class Acceptance:
         failure = np.exp(refused)
         odds = failure / (1.0 - failure)
         score = np.where(self._depth <= accepted, hazard * odds, refused)
-        trials = (
-            np.array((score, hazard * hazard * odds)) * is_trial
-        )  # score, information [2, B, D]
+        # Score and information of each trial, [2, B, D].
+        trials = np.array((score, hazard * hazard * odds)) * is_trial
         of_requests = np.add.reduce(trials, axis=2)
         self._learn_ease(slots, own_ease, *of_requests)
         self._learn_mean(*np.add.reduce(trials.reshape(2, -1), axis=1).tolist())
