@@ -38,8 +38,8 @@ _FAVOUR, _FAVOUR_CPU = 0.02, 0.05
 # GPU, all rest; and where there are trees already. Beside what a round without prompts takes,
 # drafts have prompts to read, and requests with trees end one by one, those without them together.
 _LEAST_GAIN, _LEAST_KEPT_GAIN = 0.05, 0.03
-# The share that trees must add on a CPU where all rest: what is expected of them is guessed from a
-# trial of a few, and was a fifth too much for 16.
+# The share that trees must add on a CPU where more than `_MOST_PROBED` requests rest: what is
+# expected of them is guessed from a trial of a few, and was a fifth too much for 16.
 _LEAST_GAIN_CPU = 0.2
 # One decision in so many has no hysteresis: what a single request loses by keeping a bad rung is
 # below the threshold, which is a share of the tokens of all requests.
@@ -280,7 +280,8 @@ class TreeBudget:
         tokens_per_s = deal.tokens_per_s
         if self._prompts.expected or self._prompts.are_long:  # they do not count here
             tokens_per_s = self._dealer.tokens_per_s(now.classes, deal.rungs, fixed)
-        least = _LEAST_KEPT_GAIN if has_trees else _LEAST_GAIN if is_gpu else _LEAST_GAIN_CPU
+        is_guessed = not is_gpu and now.num_requests > _MOST_PROBED
+        least = _LEAST_KEPT_GAIN if has_trees else _LEAST_GAIN_CPU if is_guessed else _LEAST_GAIN
         return rest if tokens_per_s / rest.tokens_per_s - 1 < least else deal
 
     def _tries_plain(self, now: _Now, deal: Deal) -> bool:
