@@ -167,7 +167,8 @@ class BudgetedShapes(TreeShapes):
         if not credit.adapts:
             return credit.shape
         slot = request.req_idx
-        self._note_owner(request)
+        if self._owners[slot] is not request:
+            self._begin_anew(request)
         if self._wanted[slot] is None and self._has_decided:
             self._budget.join(slot, num_rungs_within(credit.shape))
             self._wanted[slot], self._shapes[slot] = int(self._budget.rungs[slot]), None
@@ -266,12 +267,8 @@ class BudgetedShapes(TreeShapes):
     def note_targets(self, num_targets: int) -> None:
         self._budget.costs.num_targets = max(num_targets, 1)
 
-    def _note_owner(self, request: TargetRequest) -> None:
-        """Note that a request holds its slot; a new holder begins anew."""
-        if self._owners[request.req_idx] is not request:
-            self._begin_anew(request)
-
     def _begin_anew(self, request: TargetRequest) -> None:
+        """Note that a request holds its slot, which another one held before."""
         slot = request.req_idx
         self._owners[slot] = request
         self._wanted[slot] = self._shapes[slot] = None
