@@ -25,6 +25,7 @@ LADDER = (
     TreeShape(num_steps=7, topk=2, num_draft_tokens=8),
     TreeShape(num_steps=7, topk=4, num_draft_tokens=16),
     TreeShape(num_steps=7, topk=8, num_draft_tokens=32),
+    TreeShape(num_steps=9, topk=8, num_draft_tokens=40),
 )
 
 

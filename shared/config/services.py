@@ -236,7 +236,7 @@ class DraftConfig(WorkerConfig, DialConfig):
     window: int = option(0, "tokens a draft attends to; 0 = its max_position_embeddings", minimum=0)
     max_context_len: int = option(0, "longest conversation; 0 = the target's", minimum=0)
     warm_up_trees: str = option(
-        "7/8/32,7/4/16,7/2/8,5/1/6,3/1/4,2/1/3,1/1/2",
+        "9/8/40,7/8/32,7/4/16,7/2/8,5/1/6,3/1/4,2/1/3,1/1/2",
         "shapes of trees, steps/topk/nodes, that a GPU gets ready for before the first request; "
         "a tree that fits into none of them waits at its first use; one with a 0 is left out",
     )

@@ -39,12 +39,13 @@ _LATE_ROUNDS = 2
 _SLOW_S = 10e-3
 _STEPS = np.array([0, *(shape.num_steps for shape in LADDER)])
 _DEPTHS = np.arange(1, 1 + max(_STEPS))
-# By the logarithm of the hazard of a chain's steps: how much larger that of trees of the last three
-# rungs was for texts of an 8B.
+# By the logarithm of the hazard of a chain's steps: how much larger that of trees of the last four
+# rungs was for texts of an 8B; the last row is that of 7/8/32 again.
 _HAZARD = [-0.4, 0.1, 0.55, 0.85, 1.2]
 _BUSHY = [
     [0.224, 0.138, 0.045, 0.0, -0.05],
     [0.34, 0.276, 0.188, 0.132, 0.026],
+    [0.43, 0.37, 0.294, 0.188, 0.115],
     [0.43, 0.37, 0.294, 0.188, 0.115],
 ]
 

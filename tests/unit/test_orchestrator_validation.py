@@ -219,8 +219,8 @@ def test_the_default_size_gives_way_to_an_explicit_shape() -> None:
     ("config", "device", "shape"),
     [
         (OrchestratorConfig(), "cpu", "6/2/8"),
-        (OrchestratorConfig(), "cuda:0", "7/8/32"),
-        (OrchestratorConfig(num_steps=6), "cuda:1", "6/8/32"),
+        (OrchestratorConfig(), "cuda:0", "9/8/40"),
+        (OrchestratorConfig(num_steps=6), "cuda:1", "6/8/40"),
         (OrchestratorConfig(topk=1), "cpu", "6/1/7"),
         (OrchestratorConfig(num_steps=3, topk=4, num_draft_tokens=20), "cpu", "3/4/20"),
     ],
