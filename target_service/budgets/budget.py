@@ -38,9 +38,9 @@ _FAVOUR, _FAVOUR_CPU = 0.02, 0.05
 # GPU, all rest; and where there are trees already. Beside what a round without prompts takes,
 # drafts have prompts to read, and requests with trees end one by one, those without them together.
 _LEAST_GAIN, _LEAST_KEPT_GAIN = 0.05, 0.03
-# The share that trees must add on a CPU where more than `_MOST_PROBED` requests rest: what is
-# expected of them is guessed from a trial of a few, and was a fifth too much for 16.
-_LEAST_GAIN_CPU = 0.2
+# Most running requests that may have trees on a CPU. With more, trees of 6/2/8 had 0.78 to 1.17 of
+# plain decoding's tokens per second, by the machine, and finding out which cost up to a fifth.
+_MOST_REQUESTS_CPU = 2
 # One decision in so many has no hysteresis: what a single request loses by keeping a bad rung is
 # below the threshold, which is a share of the tokens of all requests.
 _UNFAVOURED_DECISION = 16
@@ -152,9 +152,15 @@ class TreeBudget:
 
     def would_rest(self, num_requests: int) -> bool:
         """Return whether all of `num_requests` requests of mean ease would rest."""
+        if self._are_too_many(num_requests):
+            return True
         if not self._num_decisions or num_requests <= 1:
             return self.expects_nothing
         return not self._forecast(num_requests).limit
+
+    def _are_too_many(self, num_requests: int) -> bool:
+        """Return whether so many requests have no trees, whatever trees promise."""
+        return not self.costs.is_padded and num_requests > _MOST_REQUESTS_CPU
 
     def _forecast(self, num_requests: int) -> Deal:
         """Return the deal for `num_requests` requests of mean ease."""
@@ -280,8 +286,7 @@ class TreeBudget:
         tokens_per_s = deal.tokens_per_s
         if self._prompts.expected or self._prompts.are_long:  # they do not count here
             tokens_per_s = self._dealer.tokens_per_s(now.classes, deal.rungs, fixed)
-        is_guessed = not is_gpu and now.num_requests > _MOST_PROBED
-        least = _LEAST_KEPT_GAIN if has_trees else _LEAST_GAIN_CPU if is_guessed else _LEAST_GAIN
+        least = _LEAST_KEPT_GAIN if has_trees else _LEAST_GAIN
         return rest if tokens_per_s / rest.tokens_per_s - 1 < least else deal
 
     def _tries_plain(self, now: _Now, deal: Deal) -> bool:
@@ -292,7 +297,9 @@ class TreeBudget:
         return self.costs.plain_is_worth_a_try(now.num_requests, tokens_per_s, now_s)
 
     def _caps_of_rests(self, now: _Now, caps: Ints) -> Ints:
-        """Return `caps` with 0 for requests that must go on resting; see `decide`."""
+        """Return `caps` with 0 for requests that must rest, or go on resting; see `decide`."""
+        if self._are_too_many(now.num_requests):
+            return np.zeros_like(caps)
         if self._last_rest_ends > self._round:
             caps = np.where(self._rests_until.take(now.slots) > self._round, 0, caps)
         if now.num_coming and self.would_rest(now.num_requests + now.num_coming):

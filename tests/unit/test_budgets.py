@@ -380,10 +380,10 @@ def test_gains_climb_with_rungs_and_classes() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 8, 16, 32])
 def test_what_is_expected_of_newcomers_is_what_is_decided(count: int) -> None:
-    """On this CPU trees are expected to pay for one request, and for none of more."""
+    """On this CPU trees are expected to pay for one request, and for no more of them."""
     costs = RoundCosts(CPU_FORWARD, LADDER, is_padded=False, most_rows=512)
     budget = TreeBudget(costs, LADDER, 32, clock=lambda: 0.0)
-    assert not budget.would_rest(count)  # nothing is known yet
+    assert budget.would_rest(count) == (count > 2)  # nothing is known yet
     slots = np.arange(count)
     budget.decide(slots, np.full(count, len(LADDER)))
     assert budget.would_rest(count) == (not budget.rungs[slots].any()) == (count > 1)

@@ -278,7 +278,7 @@ def test_on_a_cpu_a_budget_is_not_slower_than_none(count: int, ease: float) -> N
         world = CpuWorld(np.full(count, ease), rng=np.random.default_rng(seed))
         budget = budget_of(world)
         adaptive_rate(world, num_rounds=200, budget=budget)
-        best = max(world.rate(rung) for rung in range(4))
+        best = max(world.rate(rung) for rung in range(4 if count == 1 else 1))
         parts.append(adaptive_rate(world, num_rounds=300, budget=budget) / best)
     assert np.mean(parts) >= 0.91
 
@@ -322,7 +322,7 @@ class DisturbedWorld(BundledWorld):
         return super().round_s(rungs) * (5.0 if 60 <= self.num_rounds < 140 else 1.0)
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, 2])
 def test_what_a_moments_load_made_dear_is_soon_tried_again(count: int) -> None:
     parts = []
     for seed in range(4):
@@ -358,18 +358,16 @@ def test_requests_that_take_turns_with_other_trees_are_priced_together(ease: lis
     assert rate >= 0.95 * world.rate(0)
 
 
-def test_trees_of_a_batchs_tail_are_no_reason_to_try_them_in_the_next_batch() -> None:
-    """They pay for one request, which says nothing new of eight."""
-    world = CpuWorld(np.full(8, 0.85), draft_factor=3)
+def test_on_a_cpu_three_requests_have_no_trees_and_the_last_two_of_them_have() -> None:
+    """Whatever trees promise; they are not even tried."""
+    world = CpuWorld(np.full(3, 0.85))
     budget = budget_of(world)
-    num_with_trees = []
-    for _ in range(6):
-        before = world.num_with_trees
+    for _ in range(3):
+        world.num_with_trees = 0
         adaptive_rate(world, num_rounds=200, budget=budget)
-        num_with_trees.append(world.num_with_trees - before)
-        adaptive_rate(world, num_rounds=50, budget=budget, is_new=False, count=1)
-        assert budget.rungs[0]
-    assert num_with_trees[0] and not any(num_with_trees[4:])
+        assert budget.would_rest(3) and not world.num_with_trees
+        adaptive_rate(world, num_rounds=50, budget=budget, is_new=False, count=2)
+        assert world.num_with_trees > 30
 
 
 @pytest.mark.parametrize(("count", "draft_factor"), [(32, 3.0), (16, 4.0), (16, 5.0)])
