@@ -143,11 +143,13 @@ class RestedRows:
             since: `end` when the request began to rest: older rows are those of earlier rests, or
                 of earlier holders of the slot.
         """
-        places = np.flatnonzero(self._slots == slot)
-        cut = self.end % max(self._capacity, 1)  # the oldest row's
-        places = np.concatenate([places[places >= cut], places[places < cut]])
-        numbers = self.end - 1 - (self.end - 1 - places) % max(self._capacity, 1)
-        places = places[numbers >= since]
+        if self._rows is None:
+            return None
+        oldest = max(since, self.end - self._capacity)
+        parts = [part for _, part in self._places(oldest, self.end - oldest)]
+        places = np.concatenate(
+            [(self._slots[part] == slot).nonzero()[0] + (part.start or 0) for part in parts]
+        )
         if not len(places):
             return None
         positions = self._positions[places]
