@@ -242,10 +242,13 @@ class TreeBudget:
         now = self._now(slots, fixed, num_coming)
         caps = self._caps_of_rests(now, caps)
         deal = self._deal(now, caps)
-        if deal.limit and missed is not None and (is_behind := has_many(missed)).any():
-            lower_caps = np.where(is_behind, 0, caps)
+        is_resting = (now.had == 0) & ~now.is_new
+        if missed is not None:
+            is_resting |= has_many(missed)
+        if deal.limit and is_resting.any():
+            lower_caps = np.where(is_resting, 0, caps)
             staying = self._deal(now, lower_caps)
-            if not pays_back(deal, staying, missed, num_left, self.costs):
+            if not pays_back(deal, staying, is_resting, missed, num_left, self.costs):
                 caps, deal = lower_caps, staying
         deal = self._unless_little(now, deal)
         self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST

@@ -417,10 +417,11 @@ def test_a_decision_takes_little_time() -> None:
     ("missed", "num_left", "are_woken"),
     [
         ((0, 0), 100, True),
+        ((0, 0), 8, False),  # hosts have work with each that wakes
         ((200, 0), 200, True),
         ((200, 0), 30, False),  # they would end before the last ones have a tree
         ((40, 0), 30, True),
-        ((0, 200), 200, False),  # as many rows to compute as all have in 130 rounds
+        ((0, 400), 200, False),  # as many rows to compute as all have in 260 rounds
         ((15, 0), 30, True),  # which is nothing
     ],
 )
