@@ -56,7 +56,6 @@ _PLAIN_TRY_ROUNDS = 6
 _BESIDE_LONG_READING = 1.5
 # While all requests rest: highest rung of a trial, and most requests in a trial.
 _PROBE_RUNG, _MOST_PROBED = 3, 4
-_MANY_ROWS = 1 << 40
 # Decisions for which a forecast (`TreeBudget._forecast`) is kept.
 _FORECAST_DECISIONS = 16
 # So many requests keep no rows once a trial has shown that trees do not pay: on an H200 a step of
@@ -246,10 +245,9 @@ class TreeBudget:
         if missed is not None:
             is_resting |= has_many(missed)
         if deal.limit and is_resting.any():
-            lower_caps = np.where(is_resting, 0, caps)
-            staying = self._deal(now, lower_caps)
+            staying = self._deal(now, np.where(is_resting, 0, caps))
             if not pays_back(deal, staying, is_resting, missed, num_left, self.costs):
-                caps, deal = lower_caps, staying
+                deal = staying
         deal = self._unless_little(now, deal)
         self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST
         if deal.limit:
@@ -438,31 +436,37 @@ class TreeBudget:
     def _probed(self, now: _Now, caps: Ints, missed: Ints | None) -> Ints:
         """Return the rungs while no request would get a tree: 0, but for a few in a trial.
 
-        A trial has few requests (`_most_on_trial`). If the drafts of all requests have missed rows,
-        the trial has only the request with the fewest missed rows, once computing them takes little
-        of the time since the last trial.
+        Those are on trial whose drafts have missed the fewest rows, if these take little of the
+        time since the last trial: `_most_on_trial` requests at most, and only one if its rows have
+        to be computed again.
         """
         rungs = np.zeros_like(caps)
-        if not self._probe.is_on(self._round, len(now.slots)):
+        if not self._probe.is_on(self._round, len(now.slots), self.acceptance.mean_class):
             return rungs
         chosen = np.flatnonzero((now.had > 0) & (caps > 0))  # the trial that goes on
         rung = min(_PROBE_RUNG, int(caps.max()))
         if not len(chosen):
             lost = np.zeros_like(caps) if missed is None else replayed(missed)
-            lost = np.where(caps > 0, lost, _MANY_ROWS)
-            fewest = int(lost.min())
-            if fewest == _MANY_ROWS:
+            promise = self.acceptance.promise(now.slots)
+            order = np.lexsort((-promise, lost))
+            order = order[caps.take(order) > 0]
+            if not len(order):
                 return rungs
-            promise = np.where(lost == fewest, self.acceptance.promise(now.slots), -np.inf)
             most = self._most_on_trial(len(now.slots) + now.fixed.num_rows, rung)
-            count = min(most, int(np.count_nonzero(lost == fewest)))
-            if fewest:
-                count, lost_s = 1, self.costs.marginal_s(float(fewest))
-                if not self._probe.affords(lost_s, self._round, self._clock()):
-                    return rungs
-            chosen = np.argsort(-promise, kind="stable")[:count]
+            if missed is not None and missed[order[0], 1]:
+                most = 1
+            chosen = order[:most]
+            lost_s = self.costs.marginal_s(lost.take(chosen).cumsum().astype(np.float64))
+            now_s = self._clock()
+            chosen = chosen[lost_s <= self._probe.allowance_s(now_s)]
+            if not len(chosen):
+                self._probe.put_off(self._round)
+                return rungs
+            if lost_s[len(chosen) - 1]:
+                self._probe.note_paid(now_s)
             if not self.costs.is_padded:
-                self.costs.forget_implausible(count)
+                self.costs.forget_implausible(len(chosen))
+            self._probe.begin(self._round, self.acceptance.mean_class)
         rungs[chosen] = np.minimum(caps[chosen], rung)
         return rungs
 

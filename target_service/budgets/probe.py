@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-# Rounds before a trial; doubled after each trial, up to the last.
+# Rounds before a trial; doubled after each trial, up to the last, but a quarter of what they were
+# after a trial by which texts are easier than expected, by so many classes of ease.
 _FIRST_PROBE_AFTER = 64
 _LAST_PROBE_AFTER = 1024
+_SOONER, _MUCH_EASIER = 4, 2
 # A trial ends after so many rounds with trees, or after so many rounds in which trees might come.
 _PROBE_ROUNDS = 3
 _PROBE_PATIENCE = 64
@@ -38,6 +40,8 @@ class Probe:
         # By the bit length of the number of requests: rounds before the last trial.
         self._after: dict[int, int] = {}
         self._begins: int | None = None  # round in which the next or current trial begins
+        self._has_begun = False
+        self._class_before = 0
         self._paid_at_s: float | None = None  # when a draft last got missed rows for a trial
 
     def note_trees(self, num_requests: int) -> None:
@@ -45,7 +49,7 @@ class Probe:
         with as many or fewer requests have grown to are forgotten.
         """
         self._num_paid += 1
-        self._begins = None
+        self._end()
         if self._num_paid >= self._have_paid:
             batch = num_requests.bit_length()
             self._after = {more: after for more, after in self._after.items() if more > batch}
@@ -63,38 +67,52 @@ class Probe:
             after > _FIRST_PROBE_AFTER for size, after in self._after.items() if size <= batch
         )
 
-    def is_on(self, now: int, num_requests: int) -> bool:
-        """Return whether a trial is on in round `now`, in which all requests would rest."""
+    def is_on(self, now: int, num_requests: int, mean_class: int) -> bool:
+        """Return whether a trial is on in round `now`, in which all requests would rest.
+
+        Args:
+            mean_class: How easy new requests are expected to be.
+        """
+        batch = num_requests.bit_length()
         if self._begins is None:
-            batch = num_requests.bit_length()
             after = max(2 * self._after.get(batch, 0), _FIRST_PROBE_AFTER)
             self._after[batch] = min(after, _LAST_PROBE_AFTER)
             self._begins = now + self._after[batch]
         if now < self._begins:
-            self.num_rounds = 0
             return False
-        if self.num_rounds >= _PROBE_ROUNDS or now >= self._begins + _PROBE_PATIENCE:
-            self._begins = None
+        is_over = self.num_rounds >= _PROBE_ROUNDS or now >= self._begins + _PROBE_PATIENCE
+        if self._has_begun and is_over:
+            self._end()
+            if mean_class >= self._class_before + _MUCH_EASIER and batch in self._after:
+                self._after[batch] //= 2 * _SOONER  # doubled before the next one
             return False
         return True
 
-    def affords(self, lost_s: float, now: int, now_s: float) -> bool:
-        """Return whether a trial may send a draft the rows it has missed; if not, the trial is put
-        off.
+    def begin(self, now: int, mean_class: int) -> None:
+        """Note that some requests get trees on trial from this round on."""
+        self._begins, self._has_begun, self.num_rounds = now, True, 0
+        self._class_before = mean_class
+
+    def _end(self) -> None:
+        self._begins, self._has_begun = None, False
+
+    def allowance_s(self, now_s: float) -> float:
+        """Return how long the rows may take that a trial sends to drafts.
 
         Args:
-            lost_s: Time that these rows take.
-            now: Number of the round.
             now_s: Monotonic time.
         """
         if self._paid_at_s is None:
             self._paid_at_s = now_s
-        since_s = now_s - self._paid_at_s
-        share = self._most_replayed
+        since_s, share = now_s - self._paid_at_s, self._most_replayed
         if since_s >= _LONG_UNTRIED_S:
             share = max(share, _MOST_REPLAYED_THEN)
-        if lost_s > share * since_s:
-            self._begins = now + _PUT_OFF_ROUNDS
-            return False
+        return share * since_s
+
+    def note_paid(self, now_s: float) -> None:
+        """Note that a trial has sent such rows."""
         self._paid_at_s = now_s
-        return True
+
+    def put_off(self, now: int) -> None:
+        """Begin the trial some rounds later."""
+        self._begins, self._has_begun = now + _PUT_OFF_ROUNDS, False

@@ -319,3 +319,18 @@ def test_many_prompts_are_read_without_trees_which_come_when_they_have_been(coun
     rate = decode_rate(server, count)
     assert sum(beside[5:]) == 0 and min(after[5:]) == count
     assert rate >= 1.02 * max(decode_rate(Server(rung=rung), count) for rung in (0, 1, 3, 5))
+
+
+@pytest.mark.parametrize(("count", "most_batches"), [(128, 4), *exhaustive([(64, 1), (256, 9)])])
+def test_easy_texts_have_trees_soon_after_many_hard_ones_had_none(
+    count: int, most_batches: int
+) -> None:
+    """Trials find it, though hard texts have made them rare, and new requests have trees then."""
+    server = Server(ease=0.45, spread=0.05, is_adaptive=True)
+    plain = decode_rate(Server(rung=0), count)
+    hard = [decode_rate(server, count) for _ in range(4)]
+    assert hard[-1] >= 0.98 * plain
+    server.world = Server(ease=EASY, spread=0.05).world
+    easy = [decode_rate(server, count) for _ in range(most_batches)]
+    assert min(easy) >= 0.96 * plain
+    assert easy[-1] >= 1.07 * plain

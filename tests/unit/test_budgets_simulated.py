@@ -511,7 +511,7 @@ def rate_without_rows(
         world.now_s += world.round_s(rungs)
         tokens += world.tokens(rungs)
         num_tokens += 1 + accepted
-        num_dropped += np.where(budget.needs_no_rows[slots], 1 + accepted, 0)
+        num_dropped += np.where(budget.needs_no_rows[slots] & (rungs == 0), 1 + accepted, 0)
         times = StepTimes(
             num_rows=int(world.rows[rungs].sum()),
             num_requests=world.count,
