@@ -19,8 +19,8 @@ MAX_RETRIES = 200
 CANCELLED_SHARE = 0.12
 SLOW_SHARE = 0.12
 MAX_PAUSE_S = 4.0
-MODES: list[bool | None] = [None, None, True, False]
-"""AUTO, AUTO, ON, OFF."""
+MODES: list[bool | None] = [None, None, True, True, False]
+"""AUTO, AUTO, ON, ON, OFF: on a CPU AUTO has trees only while one or two requests run."""
 _LONG = "".join(f"def step_{i}(value):\n    return value + {i}\n\n" for i in range(70))
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": "def read_config(path):\n", "max_new_tokens": 80, "ignore_eos": True},
