@@ -9,6 +9,6 @@ all requests together get the most tokens per second. docs/budgets.md explains t
     samples.py        RoundSamples: the measured times that RoundCosts learns from
     round_timer.py    RoundTimer: how long a round of all requests took
     prompt_rounds.py  PromptRounds: how many rounds share their step with rows of prompts
-    missed.py         what it costs to send a draft the feature rows that it has missed
-    probe.py          Probe: when trees are tried again while all requests rest
+    missed.py         what it takes to wake requests: the feature rows that drafts have missed
+    probe.py          Probe: who gets trees on trial, and when, while all requests rest
 """

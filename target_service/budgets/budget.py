@@ -21,7 +21,7 @@ from shared.messages import TreeShape
 from target_service.budgets.acceptance import LAST_HOPELESS_CLASS, Acceptance
 from target_service.budgets.costs import RoundCosts, bucket_size
 from target_service.budgets.deal import NOTHING_FIXED, Deal, Dealer, FixedRounds, Options
-from target_service.budgets.missed import has_many, pays_back, replayed
+from target_service.budgets.missed import has_many, pays_back
 from target_service.budgets.probe import Probe
 from target_service.budgets.prompt_rounds import PromptRounds
 from target_service.budgets.round_timer import RoundTimer, StepTimes
@@ -54,8 +54,6 @@ _PLAIN_TRY_ROUNDS = 6
 # 128 requests the steps of an H200 took half as long again as rows and draft explain: the draft
 # reads these prompts as well.
 _BESIDE_LONG_READING = 1.5
-# While all requests rest: highest rung of a trial, and most requests in a trial.
-_PROBE_RUNG, _MOST_PROBED = 3, 4
 # Decisions for which a forecast (`TreeBudget._forecast`) is kept.
 _FORECAST_DECISIONS = 16
 # So many requests keep no rows once a trial has shown that trees do not pay: on an H200 a step of
@@ -133,7 +131,7 @@ class TreeBudget:
         self._is_new = np.ones(num_slots, dtype=bool)  # nothing was decided yet
         self._rests_until = np.zeros(num_slots, dtype=np.int64)
         self._last_rest_ends = 0  # in which round the last of these rests ends
-        self._probe = Probe(is_gpu=costs.is_padded)
+        self._probe = Probe(costs, self.acceptance, clock)
         self._prompts = PromptRounds(costs)
         self._rounds = RoundTimer(num_slots, clock)
         # By number of requests: in which period of decisions the deal was computed, and the deal.
@@ -258,7 +256,10 @@ class TreeBudget:
         else:
             self._probe.note_rest()
             if not self._prompts.are_long:
-                rungs = self._probed(now, caps, missed)
+                num_rows = len(slots) + fixed.num_rows
+                rungs = self._probe.rungs(
+                    self._round, slots, now.had, caps, missed, num_rows=num_rows
+                )
         counts = np.bincount(rungs)
         self._most_have = int(counts.argmax())
         if counts[0]:
@@ -403,7 +404,7 @@ class TreeBudget:
             known &= num_steps > 0
         num_known = np.count_nonzero(known)
         if num_known:
-            self._probe.num_rounds += 1
+            self._probe.note_round()
             if num_known == len(slots):
                 self.acceptance.note_rounds(slots, rungs, num_accepted, num_steps)
             else:
@@ -432,54 +433,6 @@ class TreeBudget:
         if self._num_decisions >= self._new_gains_at:
             self._new_gains_at += min(self._num_decisions, _LAST_GAINS)
             self._dealer = Dealer(self.acceptance.gains(), self.costs)
-
-    def _probed(self, now: _Now, caps: Ints, missed: Ints | None) -> Ints:
-        """Return the rungs while no request would get a tree: 0, but for a few in a trial.
-
-        Those are on trial whose drafts have missed the fewest rows, if these take little of the
-        time since the last trial: `_most_on_trial` requests at most, and only one if its rows have
-        to be computed again.
-        """
-        rungs = np.zeros_like(caps)
-        if not self._probe.is_on(self._round, len(now.slots), self.acceptance.mean_class):
-            return rungs
-        chosen = np.flatnonzero((now.had > 0) & (caps > 0))  # the trial that goes on
-        rung = min(_PROBE_RUNG, int(caps.max()))
-        if not len(chosen):
-            lost = np.zeros_like(caps) if missed is None else replayed(missed)
-            promise = self.acceptance.promise(now.slots)
-            order = np.lexsort((-promise, lost))
-            order = order[caps.take(order) > 0]
-            if not len(order):
-                return rungs
-            most = self._most_on_trial(len(now.slots) + now.fixed.num_rows, rung)
-            if missed is not None and missed[order[0], 1]:
-                most = 1
-            chosen = order[:most]
-            lost_s = self.costs.marginal_s(lost.take(chosen).cumsum().astype(np.float64))
-            now_s = self._clock()
-            chosen = chosen[lost_s <= self._probe.allowance_s(now_s)]
-            if not len(chosen):
-                self._probe.put_off(self._round)
-                return rungs
-            if lost_s[len(chosen) - 1]:
-                self._probe.note_paid(now_s)
-            if not self.costs.is_padded:
-                self.costs.forget_implausible(len(chosen))
-            self._probe.begin(self._round, self.acceptance.mean_class)
-        rungs[chosen] = np.minimum(caps[chosen], rung)
-        return rungs
-
-    def _most_on_trial(self, num_rows: int, rung: int) -> int:
-        """Return how many trees of a rung fit beside other rows into the next captured size of a
-        step, at least one and at most `_MOST_PROBED`; on a CPU, where steps have no sizes, so many.
-        """
-        if not self.costs.is_padded:
-            return _MOST_PROBED
-        sizes = self.costs.sizes_above(num_rows)
-        num_more = max(int(self.costs.rows[rung]) - 1, 1)
-        room = (int(sizes[0]) - num_rows) // num_more if len(sizes) else 0
-        return min(max(room, 1), _MOST_PROBED)
 
 
 def _rung_of_size(rows: Ints) -> Ints:

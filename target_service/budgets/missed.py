@@ -17,13 +17,13 @@ from target_service.features import WOKEN_ROWS
 
 Ints = NDArray[np.int64]
 
-# Trees must make up for the missed rows within the time in which every request gets so many tokens,
-# or the tokens that the request may still get.
+# Trees must make up for what waking takes within the time in which every request gets so many
+# tokens, or the tokens that it may still get.
 _PAID_BACK_AFTER = 128
 # The first tree comes so many rounds after the last missed row.
 _FIRST_TREE_AFTER = 6
-# So many kept rows cost as much as one replayed row; a request with fewer missed rows than
-# _MANY_MISSED, all of them kept, costs nothing.
+# So many kept rows cost as much as one replayed row; of a request that does not rest fewer missed
+# rows than _MANY_MISSED, all of them kept, are not weighed.
 _KEPT_PER_REPLAYED, _MANY_MISSED = 5, 16
 # What the hosts' work for a request that wakes adds to steps, seconds. When 128 woke that had
 # missed 20 rows each, steps beside an H200 took 30 ms longer, all together.
@@ -40,7 +40,7 @@ def replayed(missed: Ints) -> Ints:
 
 
 def has_many(missed: Ints) -> NDArray[np.bool_]:
-    """Return, by request, whether its draft has missed enough rows to weigh them.
+    """Return, by request, whether its draft has missed so many rows that it counts as resting.
 
     Args:
         missed: [B, 2], as of `replayed`.

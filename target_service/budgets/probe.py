@@ -1,7 +1,20 @@
-"""Decide when trees are tried again while all requests rest."""
+"""Try trees again while all requests rest: a few get trees on trial, less and less often."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from target_service.budgets.acceptance import Acceptance
+from target_service.budgets.costs import RoundCosts
+from target_service.budgets.missed import replayed
+
+Ints = NDArray[np.int64]
+
+# Of a trial: highest rung, and most requests.
+_RUNG, _MOST_REQUESTS = 3, 4
 # Rounds before a trial; doubled after each trial, up to the last, but a quarter of what they were
 # after a trial by which texts are easier than expected, by so many classes of ease.
 _FIRST_PROBE_AFTER = 64
@@ -23,17 +36,19 @@ _HAVE_PAID_CPU = 4
 
 
 class Probe:
-    """Says when a few requests get trees on trial while all requests rest.
+    """Deals trees on trial while all requests rest.
 
     Args:
-        is_gpu: The target's device is no CPU.
-
-    Attributes:
-        num_rounds: Rounds with trees since the last trial began.
+        costs: Expected times of rows and steps.
+        acceptance: How easy requests are, and new ones are expected to be.
+        clock: Returns when the last step ended, monotonic, seconds.
     """
 
-    def __init__(self, *, is_gpu: bool) -> None:
-        self.num_rounds = 0
+    def __init__(
+        self, costs: RoundCosts, acceptance: Acceptance, clock: Callable[[], float]
+    ) -> None:
+        self._costs, self._acceptance, self._clock = costs, acceptance, clock
+        is_gpu = costs.is_padded
         self._most_replayed = _MOST_REPLAYED if is_gpu else _MOST_REPLAYED_CPU
         self._have_paid = 1 if is_gpu else _HAVE_PAID_CPU
         self._num_paid = 0  # decisions in a row by which trees pay
@@ -41,7 +56,8 @@ class Probe:
         self._after: dict[int, int] = {}
         self._begins: int | None = None  # round in which the next or current trial begins
         self._has_begun = False
-        self._class_before = 0
+        self._num_rounds = 0  # with trees, since the last trial began
+        self._class_before = 0  # of new requests, when it began
         self._paid_at_s: float | None = None  # when a draft last got missed rows for a trial
 
     def note_trees(self, num_requests: int) -> None:
@@ -58,6 +74,10 @@ class Probe:
         """Note that trees do not pay."""
         self._num_paid = 0
 
+    def note_round(self) -> None:
+        """Note that a round had trees."""
+        self._num_rounds += 1
+
     def has_failed(self, num_requests: int) -> bool:
         """Return whether trees did not pay in a trial with about so many requests, or with fewer,
         and have not paid since.
@@ -67,12 +87,36 @@ class Probe:
             after > _FIRST_PROBE_AFTER for size, after in self._after.items() if size <= batch
         )
 
-    def is_on(self, now: int, num_requests: int, mean_class: int) -> bool:
-        """Return whether a trial is on in round `now`, in which all requests would rest.
+    def rungs(
+        self, now: int, slots: Ints, had: Ints, caps: Ints, missed: Ints | None, *, num_rows: int
+    ) -> Ints:
+        """Return the rungs while no request would get a tree, [B]: 0, but for a few in a trial.
+
+        Those are on trial whose drafts have missed the fewest rows, if these take little of the
+        time since the last trial: `_most_on_trial` requests at most, and only one if its rows have
+        to be computed again.
 
         Args:
-            mean_class: How easy new requests are expected to be.
+            now: Number of the round.
+            slots: [B].
+            had: [B], the rung that each request has.
+            caps: [B], the highest rung that each request may have.
+            missed: [B, 2], as of `replayed`; None: no rows.
+            num_rows: Of a step without trees.
         """
+        rungs = np.zeros_like(caps)
+        may_have = (caps > 0).nonzero()[0]
+        if not self._is_on(now, len(slots)) or not len(may_have):
+            return rungs
+        rung = min(_RUNG, int(caps.max()))
+        chosen = may_have[had.take(may_have) > 0]  # the trial that goes on
+        if not len(chosen):
+            chosen = self._chosen(now, slots, may_have, missed, self._most_on_trial(num_rows, rung))
+        rungs[chosen] = np.minimum(caps[chosen], rung)
+        return rungs
+
+    def _is_on(self, now: int, num_requests: int) -> bool:
+        """Return whether a trial goes on, or may begin."""
         batch = num_requests.bit_length()
         if self._begins is None:
             after = max(2 * self._after.get(batch, 0), _FIRST_PROBE_AFTER)
@@ -80,28 +124,47 @@ class Probe:
             self._begins = now + self._after[batch]
         if now < self._begins:
             return False
-        is_over = self.num_rounds >= _PROBE_ROUNDS or now >= self._begins + _PROBE_PATIENCE
+        is_over = self._num_rounds >= _PROBE_ROUNDS or now >= self._begins + _PROBE_PATIENCE
         if self._has_begun and is_over:
             self._end()
-            if mean_class >= self._class_before + _MUCH_EASIER and batch in self._after:
+            is_easier = self._acceptance.mean_class >= self._class_before + _MUCH_EASIER
+            if is_easier and batch in self._after:
                 self._after[batch] //= 2 * _SOONER  # doubled before the next one
             return False
         return True
 
-    def begin(self, now: int, mean_class: int) -> None:
-        """Note that some requests get trees on trial from this round on."""
-        self._begins, self._has_begun, self.num_rounds = now, True, 0
-        self._class_before = mean_class
-
-    def _end(self) -> None:
-        self._begins, self._has_begun = None, False
-
-    def allowance_s(self, now_s: float) -> float:
-        """Return how long the rows may take that a trial sends to drafts.
+    def _chosen(
+        self, now: int, slots: Ints, may_have: Ints, missed: Ints | None, most: int
+    ) -> Ints:
+        """Begin a trial with these requests, or put it off if their rows take too long.
 
         Args:
-            now_s: Monotonic time.
+            may_have: Indices of the requests that may have trees.
+            most: Number of requests.
+        Returns: Indices of requests; none: it was put off.
         """
+        lost = np.zeros_like(slots) if missed is None else replayed(missed)
+        order = np.lexsort((-self._acceptance.promise(slots), lost))
+        order = order[np.isin(order, may_have)]
+        if missed is not None and missed[order[0], 1]:
+            most = 1
+        chosen: Ints = order[:most]
+        lost_s = self._costs.marginal_s(lost.take(chosen).cumsum().astype(np.float64))
+        now_s = self._clock()
+        chosen = chosen[lost_s <= self._allowance_s(now_s)]
+        if not len(chosen):
+            self._begins, self._has_begun = now + _PUT_OFF_ROUNDS, False
+            return chosen
+        if lost_s[len(chosen) - 1]:
+            self._paid_at_s = now_s
+        if not self._costs.is_padded:
+            self._costs.forget_implausible(len(chosen))
+        self._begins, self._has_begun, self._num_rounds = now, True, 0
+        self._class_before = self._acceptance.mean_class
+        return chosen
+
+    def _allowance_s(self, now_s: float) -> float:
+        """Return how long the rows may take that a trial sends to drafts."""
         if self._paid_at_s is None:
             self._paid_at_s = now_s
         since_s, share = now_s - self._paid_at_s, self._most_replayed
@@ -109,10 +172,18 @@ class Probe:
             share = max(share, _MOST_REPLAYED_THEN)
         return share * since_s
 
-    def note_paid(self, now_s: float) -> None:
-        """Note that a trial has sent such rows."""
-        self._paid_at_s = now_s
+    def _most_on_trial(self, num_rows: int, rung: int) -> int:
+        """Return how many trees of a rung fit beside other rows into the next captured size of a
+        step, at least one and at most `_MOST_REQUESTS`; on a CPU, where steps have no sizes, so
+        many.
+        """
+        costs = self._costs
+        if not costs.is_padded:
+            return _MOST_REQUESTS
+        sizes = costs.sizes_above(num_rows)
+        num_more = max(int(costs.rows[rung]) - 1, 1)
+        room = (int(sizes[0]) - num_rows) // num_more if len(sizes) else 0
+        return min(max(room, 1), _MOST_REQUESTS)
 
-    def put_off(self, now: int) -> None:
-        """Begin the trial some rounds later."""
-        self._begins, self._has_begun = now + _PUT_OFF_ROUNDS, False
+    def _end(self) -> None:
+        self._begins, self._has_begun = None, False
