@@ -321,7 +321,8 @@ class RoundCosts:
         self._draft[1:] = draft
 
     def _host_bounds(self, is_known: NDArray[np.bool_]) -> Floats:
-        """Return upper bounds of `_host`, from rounds with trees: these take longer.
+        """Return upper bounds of `_host`, from rounds with trees: these take longer. There is none
+        where many rounds without trees were measured.
 
         Bounds are needed because the few rounds without trees, at the end of a request or while its
         draft was busy, may have been slow for other reasons. Where no round without trees was
@@ -340,6 +341,7 @@ class RoundCosts:
         expected_s = total * growth / (growth + self._first_host[batch])
         trees_s = np.where(is_known[batch], trees_s, np.maximum(trees_s, expected_s))
         np.minimum.at(most, batch, total - trees_s)
+        most[self._samples.are_many()] = np.inf
         return np.maximum(most, 0.0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +17,10 @@ Ints = NDArray[np.int64]
 _RUNG, _MOST_REQUESTS = 3, 4
 # Rounds before a trial; doubled after each trial, up to the last, but a quarter of what they were
 # after a trial by which texts are easier than expected, by so many classes of ease.
-_FIRST_PROBE_AFTER = 64
-_LAST_PROBE_AFTER = 1024
+_FIRST_WAIT, _LAST_WAIT = 64, 1024
 _SOONER, _MUCH_EASIER = 4, 2
 # A trial ends after so many rounds with trees, or after so many rounds in which trees might come.
-_PROBE_ROUNDS = 3
-_PROBE_PATIENCE = 64
+_ROUNDS, _PATIENCE = 3, 64
 # Largest share of the time since the last trial that a trial may spend on rows that the draft has
 # missed, and the rounds by which a dearer trial is put off. The share is larger after so many
 # seconds without a trial, because the rows that a single request has missed grow with the time.
@@ -52,12 +50,15 @@ class Probe:
         self._most_replayed = _MOST_REPLAYED if is_gpu else _MOST_REPLAYED_CPU
         self._have_paid = 1 if is_gpu else _HAVE_PAID_CPU
         self._num_paid = 0  # decisions in a row by which trees pay
-        # By the bit length of the number of requests: rounds before the last trial.
-        self._after: dict[int, int] = {}
-        self._begins: int | None = None  # round in which the next or current trial begins
-        self._has_begun = False
+        # By the bit length of the number of requests: the rounds that the last trial was followed
+        # by, and the round in which the next one may begin.
+        self._waits: dict[int, int] = {}
+        self._due: dict[int, int] = {}
+        # Of the trial that goes on: the round in which it began (None: there is none), the bit
+        # length of the number of requests, and the class of new requests then.
+        self._begun: int | None = None
+        self._size, self._class_before = 0, 0
         self._num_rounds = 0  # with trees, since the last trial began
-        self._class_before = 0  # of new requests, when it began
         self._paid_at_s: float | None = None  # when a draft last got missed rows for a trial
 
     def note_trees(self, num_requests: int) -> None:
@@ -65,10 +66,12 @@ class Probe:
         with as many or fewer requests have grown to are forgotten.
         """
         self._num_paid += 1
-        self._end()
+        if self._begun is not None:
+            self._end(self._begun)
         if self._num_paid >= self._have_paid:
-            batch = num_requests.bit_length()
-            self._after = {more: after for more, after in self._after.items() if more > batch}
+            for rounds in (self._waits, self._due):
+                for size in [size for size in rounds if size <= num_requests.bit_length()]:
+                    del rounds[size]
 
     def note_rest(self) -> None:
         """Note that trees do not pay."""
@@ -82,10 +85,8 @@ class Probe:
         """Return whether trees did not pay in a trial with about so many requests, or with fewer,
         and have not paid since.
         """
-        batch = num_requests.bit_length()
-        return any(
-            after > _FIRST_PROBE_AFTER for size, after in self._after.items() if size <= batch
-        )
+        most = num_requests.bit_length()
+        return any(size <= most and wait > _FIRST_WAIT for size, wait in self._waits.items())
 
     def rungs(
         self, now: int, slots: Ints, had: Ints, caps: Ints, missed: Ints | None, *, num_rows: int
@@ -106,7 +107,7 @@ class Probe:
         """
         rungs = np.zeros_like(caps)
         may_have = (caps > 0).nonzero()[0]
-        if not self._is_on(now, len(slots)) or not len(may_have):
+        if not self._is_on(now, len(slots).bit_length()) or not len(may_have):
             return rungs
         rung = min(_RUNG, int(caps.max()))
         chosen = may_have[had.take(may_have) > 0]  # the trial that goes on
@@ -115,23 +116,21 @@ class Probe:
         rungs[chosen] = np.minimum(caps[chosen], rung)
         return rungs
 
-    def _is_on(self, now: int, num_requests: int) -> bool:
-        """Return whether a trial goes on, or may begin."""
-        batch = num_requests.bit_length()
-        if self._begins is None:
-            after = max(2 * self._after.get(batch, 0), _FIRST_PROBE_AFTER)
-            self._after[batch] = min(after, _LAST_PROBE_AFTER)
-            self._begins = now + self._after[batch]
-        if now < self._begins:
-            return False
-        is_over = self._num_rounds >= _PROBE_ROUNDS or now >= self._begins + _PROBE_PATIENCE
-        if self._has_begun and is_over:
-            self._end()
-            is_easier = self._acceptance.mean_class >= self._class_before + _MUCH_EASIER
-            if is_easier and batch in self._after:
-                self._after[batch] //= 2 * _SOONER  # doubled before the next one
-            return False
-        return True
+    def _is_on(self, now: int, size: int) -> bool:
+        """Return whether a trial goes on, or may begin.
+
+        Args:
+            size: Bit length of the number of requests.
+        """
+        if self._begun is None:
+            due = _near(self._due, size)
+            if not due:
+                self._due[size] = now + _FIRST_WAIT
+            return bool(due) and now >= max(due)
+        if self._num_rounds < _ROUNDS and now < self._begun + _PATIENCE:
+            return True
+        self._end(now)
+        return False
 
     def _chosen(
         self, now: int, slots: Ints, may_have: Ints, missed: Ints | None, most: int
@@ -143,6 +142,7 @@ class Probe:
             most: Number of requests.
         Returns: Indices of requests; none: it was put off.
         """
+        size = len(slots).bit_length()
         lost = np.zeros_like(slots) if missed is None else replayed(missed)
         order = np.lexsort((-self._acceptance.promise(slots), lost))
         order = order[np.isin(order, may_have)]
@@ -153,13 +153,13 @@ class Probe:
         now_s = self._clock()
         chosen = chosen[lost_s <= self._allowance_s(now_s)]
         if not len(chosen):
-            self._begins, self._has_begun = now + _PUT_OFF_ROUNDS, False
+            self._due[size] = now + _PUT_OFF_ROUNDS
             return chosen
         if lost_s[len(chosen) - 1]:
             self._paid_at_s = now_s
         if not self._costs.is_padded:
             self._costs.forget_implausible(len(chosen))
-        self._begins, self._has_begun, self._num_rounds = now, True, 0
+        self._begun, self._size, self._num_rounds = now, size, 0
         self._class_before = self._acceptance.mean_class
         return chosen
 
@@ -185,5 +185,15 @@ class Probe:
         room = (int(sizes[0]) - num_rows) // num_more if len(sizes) else 0
         return min(max(room, 1), _MOST_REQUESTS)
 
-    def _end(self) -> None:
-        self._begins, self._has_begun = None, False
+    def _end(self, now: int) -> None:
+        """End the trial that goes on; the next one with about as many requests has to wait."""
+        wait = max(_near(self._waits, self._size), default=_FIRST_WAIT)
+        is_easier = self._acceptance.mean_class >= self._class_before + _MUCH_EASIER
+        wait = max(wait // _SOONER, _FIRST_WAIT) if is_easier else min(2 * wait, _LAST_WAIT)
+        self._waits[self._size], self._due[self._size] = wait, now + wait
+        self._begun = None
+
+
+def _near(rounds: Mapping[int, int], size: int) -> list[int]:
+    """Return what is known of about as many requests: between half and twice as many."""
+    return [rounds[near] for near in (size - 1, size, size + 1) if near in rounds]
