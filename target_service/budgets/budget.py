@@ -243,7 +243,7 @@ class TreeBudget:
         if missed is not None:
             is_resting |= has_many(missed)
         if deal.limit and is_resting.any():
-            staying = self._deal(now, np.where(is_resting, 0, caps))
+            staying = self._unless_little(now, self._deal(now, np.where(is_resting, 0, caps)))
             if not pays_back(deal, staying, is_resting, missed, num_left, self.costs):
                 deal = staying
         deal = self._unless_little(now, deal)
