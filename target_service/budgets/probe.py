@@ -82,10 +82,10 @@ class Probe:
         self._num_rounds += 1
 
     def has_failed(self, num_requests: int) -> bool:
-        """Return whether trees did not pay in a trial with about so many requests, or with fewer,
+        """Return whether trees did not pay in a trial with twice as many requests, or with fewer,
         and have not paid since.
         """
-        most = num_requests.bit_length()
+        most = num_requests.bit_length() + 1
         return any(size <= most and wait > _FIRST_WAIT for size, wait in self._waits.items())
 
     def rungs(
