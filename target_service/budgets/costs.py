@@ -253,7 +253,7 @@ class RoundCosts:
         forward_s = self.forward_s(kind.num_rows)
         self._samples.note(place, took_s, forward_s, batch=batch, share=share, now_s=now_s)
         # Entries of as many trees or more that were not measured for long are forgotten.
-        has_forgotten = kind.rung > 0 and self._samples.try_again(
+        has_changed = kind.rung > 0 and self._samples.try_again(
             now_s, place[1], batch, self._draft <= self._most_plausible
         )
         entry_s = self._samples.entry(place, self._host)
@@ -261,12 +261,13 @@ class RoundCosts:
             known_s = float(self._draft[place])
             is_much = abs(entry_s - known_s) > _MUCH_OF_ROUND * took_s
             if is_much and _differs(entry_s, known_s, _MUCH_CHANGE):
-                has_forgotten |= self._samples.forget_trees(now_s)
+                has_changed |= self._samples.forget_trees(now_s)
             self._draft[place] = entry_s
         elif entry_s is not None:
             self._host[batch] = min(entry_s, self._most_host[batch])
+            has_changed = self._host[batch] < entry_s and self._samples.has_many(batch)
         guessed_from_s = float(self._guessed_from[place])
-        if has_forgotten or (entry_s is not None and _differs(entry_s, guessed_from_s, _CHANGE)):
+        if has_changed or (entry_s is not None and _differs(entry_s, guessed_from_s, _CHANGE)):
             self._guess()
 
     def forget_implausible(self, num_trees: int) -> None:
@@ -341,7 +342,7 @@ class RoundCosts:
         expected_s = total * growth / (growth + self._first_host[batch])
         trees_s = np.where(is_known[batch], trees_s, np.maximum(trees_s, expected_s))
         np.minimum.at(most, batch, total - trees_s)
-        most[self._samples.are_many()] = np.inf
+        most[[self._samples.has_many(batch) for batch in range(len(most))]] = np.inf
         return np.maximum(most, 0.0)
 
 

@@ -211,12 +211,11 @@ class RoundSamples:
         counted = np.take_along_axis(ordered, self._counted[counts][..., None], axis=2)[..., 0]
         return np.where(counts >= _LEAST_SAMPLES, counted, np.nan), batches[..., 0]
 
-    def are_many(self) -> NDArray[np.bool_]:
-        """Return, by bucket of requests, whether as many rounds without trees are kept as can be.
-
-        The first few may have been slow for other reasons.
+    def has_many(self, batch: int) -> bool:
+        """Return whether as many rounds without trees of a bucket of requests are kept as can be.
+        A few may have been slow for other reasons.
         """
-        return self._num_rounds[0] >= _NUM_SAMPLES
+        return bool(self._num_rounds[0, batch] >= _NUM_SAMPLES)
 
     def _host_s(self, samples: Any) -> Floats:
         """Return the time beside the forward: without trees, the hosts' work."""

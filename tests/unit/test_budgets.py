@@ -208,6 +208,23 @@ def test_on_a_cpu_smaller_trees_beside_a_deep_one_save_little() -> None:
     assert of_many == pytest.approx(mixed)
 
 
+@pytest.mark.parametrize(("num_plain", "is_believed"), [(5, False), (9, True)])
+def test_many_plain_rounds_are_believed_against_what_trees_say(
+    num_plain: int, *, is_believed: bool
+) -> None:
+    """A round of 256 trees takes less than the forward of its rows took at start-up, so that
+    nothing seems to be left for the host; a few plain rounds may have been slow by chance.
+    """
+    costs = RoundCosts(
+        StepCosts([1, 256, 1536], [4e-3, 7e-3, 33e-3]), LADDER, is_padded=True, most_rows=1536
+    )
+    for i in range(9):
+        costs.note_round(RoundKind(256, 1536, 4, 256), 31e-3, now_s=1.0 + 0.03 * i)
+    for i in range(num_plain):
+        costs.note_round(RoundKind(256, 256), 10.6e-3, now_s=2.0 + 0.01 * i)
+    assert (costs.round_s(RoundKind(256, 256)) == pytest.approx(10.6e-3)) == is_believed
+
+
 @pytest.mark.parametrize("forward", [FORWARD, CPU_FORWARD])
 def test_more_rows_than_were_measured_take_more(forward: StepCosts) -> None:
     """Whether one forward is asked for or many."""
