@@ -190,6 +190,9 @@ class Probe:
         wait = max(_near(self._waits, self._size), default=_FIRST_WAIT)
         is_easier = self._acceptance.mean_class >= self._class_before + _MUCH_EASIER
         wait = max(wait // _SOONER, _FIRST_WAIT) if is_easier else min(2 * wait, _LAST_WAIT)
+        for near in (self._size - 1, self._size + 1):  # this trial says more
+            self._waits.pop(near, None)
+            self._due.pop(near, None)
         self._waits[self._size], self._due[self._size] = wait, now + wait
         self._begun = None
 
