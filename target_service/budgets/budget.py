@@ -238,7 +238,7 @@ class TreeBudget:
         self._prompts.expect(num_coming, num_prompt_rows, len(slots) + fixed.num_requests)
         now = self._now(slots, fixed, num_coming)
         caps = self._caps_of_rests(now, caps)
-        deal = self._deal(now, caps)
+        deal = self._unless_little(now, self._deal(now, caps))
         is_resting = (now.had == 0) & ~now.is_new
         if missed is not None:
             is_resting |= has_many(missed)
@@ -246,7 +246,6 @@ class TreeBudget:
             staying = self._unless_little(now, self._deal(now, np.where(is_resting, 0, caps)))
             if not pays_back(deal, staying, is_resting, missed, num_left, self.costs):
                 deal = staying
-        deal = self._unless_little(now, deal)
         self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST
         if deal.limit:
             if self._tries_plain(now, deal):

@@ -82,8 +82,8 @@ class Probe:
         self._num_rounds += 1
 
     def has_failed(self, num_requests: int) -> bool:
-        """Return whether trees did not pay in a trial with twice as many requests, or with fewer,
-        and have not paid since.
+        """Return whether trees did not pay in a trial with about so many requests (`_near`) or
+        with fewer, and have not paid since.
         """
         most = num_requests.bit_length() + 1
         return any(size <= most and wait > _FIRST_WAIT for size, wait in self._waits.items())
@@ -198,5 +198,10 @@ class Probe:
 
 
 def _near(rounds: Mapping[int, int], size: int) -> list[int]:
-    """Return what is known of about as many requests: between half and twice as many."""
+    """Return what is known of about as many requests: of the size, and of those beside it.
+
+    Args:
+        rounds: By the bit length of the number of requests.
+        size: Such a bit length.
+    """
     return [rounds[near] for near in (size - 1, size, size + 1) if near in rounds]
