@@ -1,16 +1,22 @@
 """Divide the rows of a step among requests, so that a round brings the most tokens per second.
 
+The tokens of a round are counted as the number of requests times the geometric mean of what they
+expect each: 10% more tokens for one request weigh as much as 10% more for another, whatever their
+texts. With the sum instead, rows go to the texts that are easily guessed, the others run on alone
+at the end of a batch, and under arrivals they are the slow tail.
+
 The time of a round has three parts: the forward of its rows, the hosts' work, and the growth of its
 trees, which depends on their number and on the largest rung among them alone. So the search runs
 once for each largest rung:
 
 1. Every request starts with its root.
-2. Climbs (a climb takes one request from one rung to a higher one) are taken in order of expected
-   tokens per row, over all requests, until the rows of a step are used up.
+2. Climbs (a climb takes one request from one rung to a higher one) are taken in order of what they
+   add to the logarithm of the request's expected tokens, per row, over all requests, until the rows
+   of a step are used up.
 3. Each prefix of this order is a candidate; the best candidate of all largest rungs is taken.
 
-The climbs of one request are in the right order by themselves: a climb that brings fewer tokens per
-row than it would together with the next climb is merged into that one, so that tokens per row fall
+The climbs of one request are in the right order by themselves: a climb that adds less per row than
+it would together with the next climb is merged into that one, so that what is added per row falls
 along a request's climbs.
 
 Requests of the same class (expected acceptance) and the same cap (highest rung) are alike, so the
@@ -19,7 +25,8 @@ computed once; one decision evaluates the candidates of all largest rungs as arr
 small: what a decision takes is the number of calls of NumPy, whose code other work drives out of
 the CPU's caches between two decisions.
 
-Source: greedy allocation by marginal utility, as in DSpark's scheduler and arXiv:2406.14066.
+Sources: greedy allocation by marginal utility, as in DSpark's scheduler and arXiv:2406.14066;
+logarithms as utilities are proportional fairness (Kelly, Maulloo and Tan 1998).
 
 Shapes: B requests, C classes, R rungs (rung 0 included), L largest rungs (1 .. R - 1), I climbs in
 the longest order, P candidates.
@@ -79,7 +86,8 @@ class Deal(NamedTuple):
     Args:
         rungs: [B], 0: the root alone.
         limit: The highest of these rungs.
-        tokens_per_s: Expected tokens per second of all requests together.
+        tokens_per_s: Expected tokens per second of all requests together, fairly counted (see the
+            module).
     """
 
     rungs: Ints
@@ -93,7 +101,7 @@ class _Division(NamedTuple):
     Args:
         rungs: [B], 0: the root alone.
         counts: Number of requests by rung, up to the highest rung of these.
-        num_tokens: Expected tokens of a round of these requests.
+        num_tokens: Expected tokens of a round of these requests, fairly counted.
     """
 
     rungs: Ints
@@ -113,15 +121,15 @@ class _Climb(NamedTuple):
 
 class _Climbs(NamedTuple):
     """The orders of climbs, [L, I] each. Row `limit - 1` has the climbs if no rung above `limit` is
-    allowed, those with the most tokens per row first. The first entry of a row, and the entries
+    allowed, those that add the most per row first. The first entry of a row, and the entries
     after its last climb, are padding and belong to no request.
 
     Args:
         key: Which requests make the climb: those with a key in the row (`Dealer._keys`); padding:
             the last key of the row, which no request has.
         rung: The rung that the climb leads to.
-        each: [3, L, I], per request: additional rows; additional tokens; 1 if the request had the
-            root alone before the climb, else 0.
+        each: [3, L, I], per request: additional rows; what the climb adds to the logarithm of its
+            expected tokens; 1 if the request had the root alone before the climb, else 0.
         apart: [L, 1], the shift of each row, see _APART.
     """
 
@@ -147,7 +155,7 @@ class Options(NamedTuple):
             others end where all requests of a class and cap have made a climb.
         limit: [P], the largest rung of each candidate.
         used: [P], rows beside roots and the rows of `fixed`.
-        tokens: [P], expected tokens of a round of all requests.
+        tokens: [P], expected tokens of a round of all requests, fairly counted.
         num_rows: [P], rows of the step.
         forward_s: [P], time of the forward if the step has no rows of prompts.
         beside_s: Time of the hosts' work.
@@ -181,7 +189,7 @@ class Dealer:
     """
 
     def __init__(self, gains: Floats, costs: RoundCosts) -> None:
-        self._gains = gains
+        self._utilities: Floats = np.log(gains)  # [C, R]
         self._costs = costs
         self._rows = costs.rows.astype(np.float64)
         self._row_counts: list[int] = costs.rows.tolist()
@@ -247,8 +255,10 @@ class Dealer:
         return self._deal_of(self._divided(classes, rungs), fixed).tokens_per_s
 
     def num_tokens(self, classes: Ints, rungs: Ints) -> float:
-        """Return expected tokens of a round of these requests."""
-        return float(np.add.reduce(self._gains[classes, rungs]))
+        """Return expected tokens of a round of these requests, fairly counted."""
+        num_requests = len(classes)
+        total = float(np.add.reduce(self._utilities[classes, rungs]))
+        return num_requests * math.exp(total / num_requests) if num_requests else 0.0
 
     def _divided(self, classes: Ints, rungs: Ints) -> _Division:
         counts = np.bincount(rungs).tolist()
@@ -311,7 +321,7 @@ class Dealer:
         filled = _between(sums, climbs.apart, by_size, rooms.take(size))
         ends = ((counts > 0) & (rows <= rooms[-1])).ravel().nonzero()[0]
         at_end = sums.reshape(3, -1).take(ends, axis=1)
-        used, tokens, trees = np.concatenate((filled, at_end), axis=1)
+        used, utilities, trees = np.concatenate((filled, at_end), axis=1)
         num_trees = trees.astype(np.int64) + fixed.num_trees
         limit = np.concatenate((by_size, ends // rows.shape[1])) + 1
         num_rows = used.astype(np.int64) + base
@@ -332,7 +342,7 @@ class Dealer:
             num_filled=len(size),
             limit=limit,
             used=used,
-            tokens=tokens + (len(classes) + fixed.num_tokens),
+            tokens=np.exp(utilities / len(classes)) * len(classes) + fixed.num_tokens,
             num_rows=num_rows,
             forward_s=costs.forwards_s(num_rows),
             beside_s=costs.host_s(num_all),
@@ -393,41 +403,41 @@ class Dealer:
 
     def _climb(self, cap: int) -> _Climb:
         """Return the climbs of requests that may have rungs up to `cap`: from each rung to the one
-        with the most additional tokens per additional row.
+        with the most highest added utility per additional row.
         """
-        gains, rows = self._gains[:, : cap + 1], self._rows[: cap + 1]
+        utilities, rows = self._utilities[:, : cap + 1], self._rows[: cap + 1]
         classes = np.arange(self._num_classes)
         at = np.zeros(self._num_classes, dtype=np.int64)
         parts = [_Climb(at[:0], at[:0], np.zeros((3, 0)))]
         for _ in range(cap):
             more_rows = rows - rows[at, None]
-            more = gains - gains[classes, at][:, None]
+            more = utilities - utilities[classes, at][:, None]
             slope = np.where(more_rows > 0, more / np.maximum(more_rows, 1.0), 0.0)
             to = slope.argmax(axis=1)
             going = np.flatnonzero(slope[classes, to] > 0)
             to = to[going]
             key = cap * self._num_classes + going
             before = at[going]
-            gained = gains[going, to] - gains[going, before]
-            each = np.array([rows[to] - rows[before], gained, before == 0], dtype=np.float64)
+            added = utilities[going, to] - utilities[going, before]
+            each = np.array([rows[to] - rows[before], added, before == 0], dtype=np.float64)
             parts.append(_Climb(key, to, each))
             at[going] = to
         return _join(parts)
 
 
 def _between(sums: Floats, apart: Floats, row: Ints, used: Floats) -> Floats:
-    """Return rows, tokens and trees, [3, P], if so many rows are used; the last climb may be made
-    by only some of its requests.
+    """Return rows, utilities and trees, [3, P], if so many rows are used; the last climb may be
+    made by only some of its requests.
 
     Args:
-        sums: [3, L, I], rows, tokens and trees up to and including each climb.
+        sums: [3, L, I], rows, utilities and trees up to and including each climb.
         apart: As of _Climbs.
         row: [P], index into L.
         used: [P], rows.
     """
     at, rows = used + apart.take(row), (sums[0] + apart).ravel()
-    tokens, trees = np.interp(at, rows, sums[1].ravel()), np.interp(at, rows, sums[2].ravel())
-    return np.array((used, tokens, np.ceil(trees)))
+    utilities, trees = np.interp(at, rows, sums[1].ravel()), np.interp(at, rows, sums[2].ravel())
+    return np.array((used, utilities, np.ceil(trees)))
 
 
 def _join(climbs: Sequence[_Climb]) -> _Climb:

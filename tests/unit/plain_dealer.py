@@ -24,7 +24,7 @@ class _Step(NamedTuple):
     of_class: int
     rung: int
     rows: float
-    gain: float
+    utility: float
     is_first: bool
 
 
@@ -32,7 +32,7 @@ class PlainDealer:
     """Deals by one table of gains; args as of Dealer."""
 
     def __init__(self, gains: Floats, costs: RoundCosts) -> None:
-        self._gains, self._costs = gains, costs
+        self._utilities, self._costs = np.log(gains), costs
         self._rows = costs.rows.astype(np.float64)
 
     def deal(
@@ -54,7 +54,8 @@ class PlainDealer:
 
     def _deal_of(self, classes: Ints, rungs: Ints, fixed: FixedRounds) -> Deal:
         costs, limit = self._costs, int(rungs.max())
-        tokens = float(self._gains[classes, rungs].sum()) + fixed.num_tokens
+        mean = float(np.exp(self._utilities[classes, rungs].mean()))
+        tokens = len(classes) * mean + fixed.num_tokens
         kind = RoundKind(
             num_requests=len(classes) + fixed.num_requests,
             num_rows=float(self._rows[rungs].sum()) + fixed.num_rows,
@@ -90,7 +91,7 @@ class PlainDealer:
             np.count_nonzero((limited == step.cap) & (classes == step.of_class)) for step in steps
         ]
         ends = np.cumsum([0.0, *(n * s.rows for n, s in zip(counts, steps, strict=True))])
-        gained = np.cumsum([0.0, *(n * s.gain for n, s in zip(counts, steps, strict=True))])
+        added = np.cumsum([0.0, *(n * s.utility for n, s in zip(counts, steps, strict=True))])
         trees = np.cumsum([0.0, *(n * s.is_first for n, s in zip(counts, steps, strict=True))])
         rooms = [room for room in sizes - base if room < ends[-1]]
         lasts = [
@@ -99,7 +100,8 @@ class PlainDealer:
         for plans, used in ((filled, rooms), (whole, lasts)):
             scores = []
             for num_rows in used:
-                tokens = len(classes) + fixed.num_tokens + float(np.interp(num_rows, ends, gained))
+                mean = math.exp(float(np.interp(num_rows, ends, added)) / len(classes))
+                tokens = len(classes) * mean + fixed.num_tokens
                 num_trees = int(np.ceil(np.interp(num_rows, ends, trees))) + fixed.num_trees
                 kind = RoundKind(
                     num_requests=len(classes) + fixed.num_requests,
@@ -118,27 +120,27 @@ class PlainDealer:
                 plans.append((scores[place], rungs))
 
     def _steps(self, caps: list[int]) -> list[_Step]:
-        """Return the steps of requests with these caps, those with the most tokens per row first.
+        """Return the steps of requests with these caps, those that add the most per row first.
 
         Of alike ones first those of lower caps, then those that begin lower, then harder classes.
         """
         steps = []
         for cap in caps:
             of_cap = []
-            for of_class, gains in enumerate(self._gains):
+            for of_class, utilities in enumerate(self._utilities):
                 at, turn = 0, 0
                 while at < cap:
-                    slopes = (gains[at + 1 : cap + 1] - gains[at]) / (
+                    slopes = (utilities[at + 1 : cap + 1] - utilities[at]) / (
                         self._rows[at + 1 : cap + 1] - self._rows[at]
                     )
                     if slopes.max() <= 0:
                         break
                     to = at + 1 + int(slopes.argmax())
-                    rows, gain = self._rows[to] - self._rows[at], gains[to] - gains[at]
-                    of_cap.append((turn, _Step(cap, of_class, to, rows, gain, at == 0)))
+                    rows, added = self._rows[to] - self._rows[at], utilities[to] - utilities[at]
+                    of_cap.append((turn, _Step(cap, of_class, to, rows, added, at == 0)))
                     at, turn = to, turn + 1
             steps += [step for _, step in sorted(of_cap, key=lambda one: one[0])]
-        return sorted(steps, key=lambda step: -step.gain / step.rows)
+        return sorted(steps, key=lambda step: -step.utility / step.rows)
 
     def _rungs(
         self,

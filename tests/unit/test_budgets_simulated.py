@@ -107,8 +107,9 @@ class World:
         return self.draft_factor * (0.4e-3 + shape.num_steps * (0.14e-3 + row_s))
 
     def tokens(self, rungs: Ints) -> float:
-        """Return what a round brings on average."""
-        return float(len(rungs) + self.reached[np.arange(len(rungs)), rungs].sum())
+        """Return what a round brings on average, as many times the geometric mean of requests."""
+        each = 1.0 + self.reached[np.arange(len(rungs)), rungs].sum(axis=1)
+        return len(rungs) * float(np.exp(np.log(each).mean()))
 
     def accepted(self, rungs: Ints, slots: Ints | None = None) -> Ints:
         """Return how many drafts of each are accepted in a round.
@@ -413,34 +414,22 @@ def test_slow_rounds_of_one_request_do_not_make_trees_look_free(count: int) -> N
     assert adaptive_rate(world, num_rounds=300, budget=budget) >= 0.95 * best_fixed(world)
 
 
-@pytest.mark.parametrize("count", [128, 256])
-def test_a_budget_beats_every_shape_where_texts_differ(count: int) -> None:
-    """Half of the requests are easily guessed and half are not. With fewer of them rows cost so
-    little that trees for all are as good.
-    """
-    world = World(texts("mixed", count))
-    assert adaptive_rate(world) >= 1.03 * best_fixed(world)
-
-
+@pytest.mark.parametrize("count", [8, 32, 128, 256])
 @pytest.mark.parametrize(
-    ("easy", "hard", "least"),
-    [(0.95, 0.47, 1.1), (0.9, 0.3, 1.1), (0.85, 0.2, 1.08), (0.85, 0.35, 1.05)],
+    ("easy", "hard"), [(0.95, 0.47), (0.9, 0.3), (0.85, 0.2), (0.85, 0.35), (0.97, 0.05)]
 )
-def test_texts_that_differ_share_a_step_that_one_shape_for_all_would_fill(
-    easy: float, hard: float, least: float
+def test_easy_texts_gain_more_than_hard_ones_beside_them_lose(
+    easy: float, hard: float, count: int
 ) -> None:
-    """32 chains of three fill 128 rows, and twice as many rows cost 1.4 times as much. The first
-    case is what texts were like on an H200; no deal of any shapes of the ladder has more than 1.14,
-    1.12, 1.13 and 1.09 of the best shape for all.
-    """
-    parts = []
-    for seed in range(4):
-        world = World(np.resize(np.array([easy, hard]), 32), rng=np.random.default_rng(seed))
-        budget = budget_of(world)
-        adaptive_rate(world, num_rounds=120, budget=budget)
-        rate = adaptive_rate(world, num_rounds=300, budget=budget)
-        parts.append(rate / best_fixed(world))
-    assert np.mean(parts) >= least
+    """In percent of plain decoding: the rows of one make the rounds of the other longer."""
+    world = World(np.resize(np.array([easy, hard]), count))
+    budget = budget_of(world)
+    adaptive_rate(world, num_rounds=200, budget=budget)
+    rate = adaptive_rate(world, num_rounds=200, budget=budget, is_new=False)
+    assert rate >= 0.98 * fixed_rate(world, 0)
+    rungs = budget.rungs[np.arange(count)]
+    each = 1 + world.reached[np.arange(count), rungs].sum(axis=1)
+    assert each.min() / world.round_s(rungs) >= 0.6 / world.round_s(np.zeros_like(rungs))
 
 
 @pytest.mark.parametrize(
@@ -609,7 +598,7 @@ def test_trees_of_many_are_not_tried_after_every_probe() -> None:
 @pytest.mark.parametrize("kind", ["hard", "mixed"])
 def test_something_is_expected_of_who_rests_because_others_are_many(kind: str) -> None:
     """With fewer requests it would have a tree: its rows are kept."""
-    world = World(texts(kind, 127), draft_factor=2)
+    world = World(texts(kind, 127), draft_factor=4)
     budget = budget_of(world)
     adaptive_rate(world, num_rounds=300, budget=budget)
     assert not budget.rungs.all()
