@@ -96,7 +96,7 @@ def create_engine(
     forwards = costs or cpu_forwards or measure_costs(runner, _CPU_SIZES)
     shapes = None
     if channels.has_sources:
-        shapes = make_shapes(state, runner, forwards, step_rows)
+        shapes = make_shapes(config, state, runner, forwards, step_rows)
         if runner.pads_rows:  # a host with a GPU has the memory, and steps no time for this
             state.features.rested.reserve()
     source = make_source(state, BatchWindow(costs), channels, mailbox, runner.pool, shapes)
@@ -232,7 +232,11 @@ def make_mailbox(
 
 
 def make_shapes(
-    state: EngineState, runner: TargetRunner, forwards: StepCosts, num_batch_rows: int
+    config: TargetConfig,
+    state: EngineState,
+    runner: TargetRunner,
+    forwards: StepCosts,
+    num_batch_rows: int,
 ) -> TreeShapes:
     """Return what chooses the shapes of trees.
 
@@ -243,7 +247,11 @@ def make_shapes(
     most_rows = num_batch_rows - num_batch_rows // CHAIN_SHARE
     costs = RoundCosts(forwards, LADDER, is_padded=runner.pads_rows, most_rows=most_rows)
     budget = TreeBudget(
-        costs, LADDER, runner.pool.max_num_requests, clock=runner.step_clock.ended_s
+        costs,
+        LADDER,
+        runner.pool.max_num_requests,
+        clock=runner.step_clock.ended_s,
+        gpu_is_shared=config.gpu_is_shared,
     )
     return BudgetedShapes(state.requests, budget, state.features.missed)
 

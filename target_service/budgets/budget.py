@@ -50,10 +50,11 @@ _BAD_SURPRISE = 1.3
 _LEAST_REST = 4
 # Rounds of a trial without trees; the first of them says nothing.
 _PLAIN_TRY_ROUNDS = 6
-# Time of trees while many prompts are read, over the time of trees without prompts. With prompts of
-# 128 requests the steps of an H200 took half as long again as rows and draft explain: the draft
-# reads these prompts as well.
-_BESIDE_LONG_READING = 1.5
+# Time of trees while many prompts are read, over the time of trees without prompts, if the draft
+# reads these prompts on the target's GPU. With prompts of 128 requests the steps of an H200 took
+# half as long again as rows and draft explain. With a GPU for each they do not: 128 requests had
+# 1.05 of the tokens per second that they have without trees beside their prompts.
+_BESIDE_LONG_READING_SHARED = 1.5
 # Decisions for which a forecast (`TreeBudget._forecast`) is kept.
 _FORECAST_DECISIONS = 16
 # So many requests keep no rows once a trial has shown that trees do not pay: on an H200 a step of
@@ -100,6 +101,7 @@ class TreeBudget:
         ladder: Shapes of rungs 1, 2, ...; rung 0 is the root alone.
         num_slots: Most requests at once. A request's slot is its row of the page table.
         clock: Returns when the last step ended, monotonic, seconds.
+        gpu_is_shared: The draft may have the target's GPU.
     """
 
     def __init__(
@@ -108,6 +110,8 @@ class TreeBudget:
         ladder: Sequence[TreeShape],
         num_slots: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        gpu_is_shared: bool = False,
     ) -> None:
         self.costs = costs
         self.acceptance = Acceptance(ladder, num_slots)
@@ -119,6 +123,7 @@ class TreeBudget:
         (`_rests_for_long`).
         """
         self._clock = clock
+        self._beside_long_reading = _BESIDE_LONG_READING_SHARED if gpu_is_shared else 1.0
         self._rung_of_size = _rung_of_size(costs.rows)
         self._is_tree = np.isin(np.arange(len(self._rung_of_size)), costs.rows[1:])
         self._dealer = Dealer(self.acceptance.gains(), costs)
@@ -349,7 +354,7 @@ class TreeBudget:
         num_rest = len(classes) + fixed.num_tokens
         num_more = self._dealer.num_tokens(classes, deal.rungs) - len(classes)
         more_s = (num_rest + num_more) / deal.tokens_per_s - num_rest / rest.tokens_per_s
-        return deal if num_more > then * _BESIDE_LONG_READING * more_s else rest
+        return deal if num_more > then * self._beside_long_reading * more_s else rest
 
     def _held(self, had: Ints, is_new: NDArray[np.bool_]) -> tuple[Ints, float]:
         """Return `held` and `favour` of _Now: the rung that a request has, or if it is new the most
