@@ -244,13 +244,14 @@ class TreeBudget:
         now = self._now(slots, fixed, num_coming)
         caps = self._caps_of_rests(now, caps)
         deal = self._unless_little(now, self._deal(now, caps))
-        is_resting = (now.had == 0) & ~now.is_new
-        if missed is not None:
-            is_resting |= has_many(missed)
-        if deal.limit and is_resting.any():
-            staying = self._unless_little(now, self._deal(now, np.where(is_resting, 0, caps)))
-            if not pays_back(deal, staying, is_resting, missed, num_left, self.costs):
-                deal = staying
+        if deal.limit:
+            is_resting = (now.had == 0) & ~now.is_new
+            if missed is not None:
+                is_resting |= has_many(missed)
+            if is_resting.any():
+                staying = self._unless_little(now, self._deal(now, np.where(is_resting, 0, caps)))
+                if not pays_back(deal, staying, is_resting, missed, num_left, self.costs):
+                    deal = staying
         self._limit, rungs, rest = deal.limit, deal.rungs, _LEAST_REST
         if deal.limit:
             if self._tries_plain(now, deal):
