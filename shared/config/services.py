@@ -101,7 +101,8 @@ class WorkerConfig(ServiceConfig):
     gpu_lease_dir: str = option("", "shared folder for exclusive GPU leases; empty = no lease")
     gpu_is_shared: bool = option(
         default=False,
-        help="other workers have the same GPU: no kernel waits there for words of another GPU",
+        help="other workers have the same GPU: no kernel waits there for words of another GPU, and "
+        "a target expects its draft to read prompts there",
     )
     stall_timeout_s: float = option(
         60.0,

@@ -403,7 +403,7 @@ class Dealer:
 
     def _climb(self, cap: int) -> _Climb:
         """Return the climbs of requests that may have rungs up to `cap`: from each rung to the one
-        with the most highest added utility per additional row.
+        that adds the most utility per additional row.
         """
         utilities, rows = self._utilities[:, : cap + 1], self._rows[: cap + 1]
         classes = np.arange(self._num_classes)
