@@ -66,6 +66,14 @@ class CancelledError(CoppiceError):
     default_reason = "CANCELLED"
 
 
+def _error_of(call: grpc.Call, timeout_s: float | None) -> CoppiceError:
+    """Return the typed error of a failed question."""
+    if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        took = "in time" if timeout_s is None else f"in timeout_s = {timeout_s:g}"
+        return DeadlineExceededError(f"the server has not answered {took}")
+    return from_rpc_error(call)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """A whole output.
@@ -196,7 +204,7 @@ class Client(_Connection):
         try:
             return method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise from_rpc_error(cast(grpc.Call, error)) from None
+            raise _error_of(cast(grpc.Call, error), timeout_s) from None
 
     def _stream(self, transcript: _Transcript) -> Generator[GenerateEvent, None, None]:
         for attempt in Retrying(**transcript.retries.policy):
@@ -297,7 +305,7 @@ class AsyncClient(_Connection):
         try:
             return await method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise from_rpc_error(cast(grpc.Call, error)) from None
+            raise _error_of(cast(grpc.Call, error), timeout_s) from None
 
     async def _stream(self, transcript: _Transcript) -> AsyncGenerator[GenerateEvent, None]:
         async for attempt in AsyncRetrying(**transcript.retries.policy):

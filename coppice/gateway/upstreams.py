@@ -18,7 +18,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tenacity import AsyncRetrying
 
-from coppice.client import AsyncClient
+from coppice.client import AsyncClient, DeadlineExceededError
 from coppice.gateway.chat_template import ChatTemplate
 from coppice.gateway.errors import model_not_found
 from coppice.model import ServedModel
@@ -37,6 +37,7 @@ QUESTION_TIMEOUT_S = 60.0
 _ASK_TIMEOUT_S = 5.0
 _LEARN_TIMEOUT_S = 15.0  # longer than an orchestrator that hangs is left to live
 _MAX_RETRIES = 5
+_MAX_MODELS_RETRIES = 2
 _MAX_TOKENS_KNOWN = 1 << 20
 _MAX_CALLERS_KNOWN = 4096
 
@@ -50,7 +51,7 @@ class TokenTexts:
         self._known: dict[int, bytes] = {}
 
     async def learn(self, token_ids: Iterator[int], client: AsyncClient) -> None:
-        """Ask for those that are not known, again if the orchestrator is just away.
+        """Ask for those that are not known, again if the orchestrator is just away or late.
 
         Raises: CoppiceError.
         """
@@ -60,7 +61,7 @@ class TokenTexts:
         if len(self._known) + len(missing) > _MAX_TOKENS_KNOWN:
             self._known.clear()
         async for attempt in AsyncRetrying(**Retries(_MAX_RETRIES, None).policy):
-            with attempt:
+            with attempt, _late_as_away():
                 found = await client.detokenize(missing, timeout_s=_LEARN_TIMEOUT_S)
                 self._known.update(zip(missing, found.token_bytes, strict=True))
 
@@ -127,7 +128,8 @@ class Upstream:
         async with asking:
             if self._is_fresh(key):
                 return
-            cards = await self.client(metadata).models(timeout_s=_ASK_TIMEOUT_S)
+            with _late_as_away():
+                cards = await self.client(metadata).models(timeout_s=_ASK_TIMEOUT_S)
             self.models = {card.name: self._known(card) or Model(card=card) for card in cards}
             self._note_fresh(key)
 
@@ -249,6 +251,15 @@ class Upstreams:
         return next(iter(names))
 
     async def _learn(self, metadata: Metadata) -> None:
+        """Know the models of some orchestrator; ask again if all are just away or late.
+
+        Raises: CoppiceError if none of them says anything.
+        """
+        async for attempt in AsyncRetrying(**Retries(_MAX_MODELS_RETRIES, None).policy):
+            with attempt:
+                await self._ask_models(metadata)
+
+    async def _ask_models(self, metadata: Metadata) -> None:
         """Ask those that are ready, or all if none is: who is away holds nobody up.
 
         Raises: CoppiceError if none of them says anything.
@@ -269,6 +280,15 @@ class Upstreams:
 def _ready_of(upstreams: list[Upstream]) -> list[Upstream]:
     """Return those that are ready, or all if none is."""
     return [upstream for upstream in upstreams if upstream.is_ready] or upstreams
+
+
+@contextlib.contextmanager
+def _late_as_away() -> Iterator[None]:
+    """Have a question that was not answered in time be asked again, as if nobody were there."""
+    try:
+        yield
+    except DeadlineExceededError as error:
+        raise UnavailableError(error.message) from None
 
 
 def _caller_key(metadata: Metadata) -> bytes:

@@ -22,6 +22,7 @@ from coppice import AsyncClient, TokenDelta
 from coppice.gateway.server import GatewayServer
 from coppice.gateway.upstreams import Upstream, Upstreams
 from orchestrator.server import Orchestrator
+from orchestrator.service import GenerationService
 from shared.config import GatewayConfig
 from shared.errors import AbortedError, ConfigError
 from shared.metrics.catalog import METRICS, metric_of
@@ -625,6 +626,34 @@ async def test_nobody_behind_it_is_said_at_once(model: Path) -> None:
         assert caught.value.status_code == 503
 
 
+async def test_a_late_answer_of_an_orchestrator_costs_no_client_a_request(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the gateway wants to know for itself it asks again."""
+    questions = {"ListModels": 0, "Detokenize": 0}
+    for name in questions:
+        answer = getattr(GenerationService, name)
+
+        async def late_once(
+            service: Any, request: Any, context: Any, *, name: str = name, answer: Any = answer
+        ) -> Any:
+            questions[name] += 1
+            if questions[name] == 1:
+                await asyncio.sleep(3600)
+            return await answer(service, request, context)
+
+        monkeypatch.setattr(GenerationService, name, late_once)
+    monkeypatch.setattr("coppice.gateway.upstreams._ASK_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("coppice.gateway.upstreams._LEARN_TIMEOUT_S", 2.0)
+    async with one(model) as (front, server, _, _), AsyncClient(server.address) as client:
+        done = await front.client().completions.create(
+            model=model.name, prompt="ab", max_tokens=5, temperature=0, logprobs=2
+        )
+        plain = await client.generate(prompt="ab", max_new_tokens=5)
+        assert done.choices[0].text == plain.text
+        assert min(questions.values()) >= 2
+
+
 async def test_a_stream_goes_on_when_its_orchestrator_is_replaced(model: Path) -> None:
     async with fake_target(step_s=0.01) as target:
         async with serving(model, [target], port=free_ports(1)) as server:
@@ -667,7 +696,7 @@ async def test_draining_lets_requests_end_and_takes_none(model: Path) -> None:
 
 
 async def test_a_reader_that_does_not_read_slows_nobody_and_is_cut(model: Path) -> None:
-    async with one(model, read_timeout_s=0.5) as (front, _, target, draft):
+    async with one(model, read_timeout_s=3.0) as (front, _, target, draft):
         body = json.dumps(
             {
                 "model": model.name,

@@ -50,7 +50,7 @@ async def listening(**fields: Any) -> AsyncIterator[Front]:
 
 @pytest.mark.parametrize("said", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nhost: x\r\nx: "])
 async def test_a_head_that_does_not_come_is_not_waited_for(said: bytes) -> None:
-    async with listening(read_timeout_s=0.3) as front:
+    async with listening(read_timeout_s=1.0) as front:
         reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
         writer.write(said)
         assert await ended(reader) == b""
@@ -61,7 +61,7 @@ async def test_a_head_that_does_not_come_is_not_waited_for(said: bytes) -> None:
 async def test_the_next_head_is_not_waited_for_either(rest: bytes) -> None:
     """Nor the rest of a body that nobody reads any more."""
     body = b"content-length: 100\r\n" if rest == b"x" else b""
-    async with listening(read_timeout_s=0.3) as front:
+    async with listening(read_timeout_s=1.0) as front:
         reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
         writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n" + body + b"\r\n")
         assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 503")
@@ -71,7 +71,7 @@ async def test_the_next_head_is_not_waited_for_either(rest: bytes) -> None:
 
 
 async def test_a_head_that_trickles_is_not_waited_for() -> None:
-    async with listening(read_timeout_s=0.3) as front:
+    async with listening(read_timeout_s=1.0) as front:
         reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
         writer.write(b"GET /health HTTP/1.1\r\n")
 
