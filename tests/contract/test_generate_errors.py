@@ -321,8 +321,6 @@ async def test_a_deadline_frees_both_workers(model: Path) -> None:
         target.handle.pause()
         with pytest.raises(DeadlineExceededError):
             await client.generate(token_ids=PROMPT, max_new_tokens=4000, timeout_s=0.2)
-        with pytest.raises(DeadlineExceededError, match="timeout_s = 1e-06"):
-            await client.models(timeout_s=1e-6)
         target.handle.resume()
         await freed(target, draft)
         await check_serves(server)
