@@ -55,7 +55,7 @@ def served(stack: Server) -> list[Any]:
 
     def are_drafts_accepted() -> bool:
         """Return whether trees came in time, which is up to the machine."""
-        for choice in ({}, {"speculation": True}):  # a CPU leaves it to nobody beside two others
+        for choice in ({}, {"speculation": True}):  # by AUTO three have no trees on a CPU
             requests = [{**request, **choice}] * (NUM_REQUESTS // 2)
             completions.extend(generate_all(stack.address, requests))
         return any(each.speculation.num_accepted_drafts for each in completions)
