@@ -119,14 +119,19 @@ class Upstream:
         """Return a client for one request of somebody's."""
         return next(self._turn).on_behalf_of(metadata, num_refusals=num_refusals)
 
+    def knows_models(self, metadata: Metadata) -> bool:
+        """Return whether who asks has been told a moment ago what is served."""
+        fresh_until = self._fresh_until.get(_caller_key(metadata), 0.0)
+        return asyncio.get_running_loop().time() < fresh_until
+
     async def learn_models(self, metadata: Metadata) -> None:
         """Ask what is served, unless it was asked a moment ago. Raises: CoppiceError."""
-        key = _caller_key(metadata)
-        if self._is_fresh(key):
+        if self.knows_models(metadata):
             return
+        key = _caller_key(metadata)
         asking = self._asking.setdefault(key, asyncio.Lock())
         async with asking:
-            if self._is_fresh(key):
+            if self.knows_models(metadata):
                 return
             with _late_as_away():
                 cards = await self.client(metadata).models(timeout_s=_ASK_TIMEOUT_S)
@@ -155,9 +160,6 @@ class Upstream:
     async def close(self) -> None:
         """Close the connections."""
         await asyncio.gather(self._channel.close(), *(client.close() for client in self._clients))
-
-    def _is_fresh(self, key: bytes) -> bool:
-        return asyncio.get_running_loop().time() < self._fresh_until.get(key, 0.0)
 
     def _note_fresh(self, key: bytes) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -255,6 +257,8 @@ class Upstreams:
 
         Raises: CoppiceError if none of them says anything.
         """
+        if all(upstream.knows_models(metadata) for upstream in _ready_of(self._all)):
+            return
         async for attempt in AsyncRetrying(**Retries(_MAX_MODELS_RETRIES, None).policy):
             with attempt:
                 await self._ask_models(metadata)
