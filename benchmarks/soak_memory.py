@@ -42,7 +42,7 @@ class Life:
     """One process, from its first sample to its last.
 
     Args:
-        role: Service and part, such as "target-0 engine".
+        role: Service and part, such as "target-0 engine" or "orchestrator worker".
         samples: (time s since the start, RSS MiB, anonymous MiB, file descriptors, threads).
         cpu_s: Used until the last sample, seconds.
     """
@@ -147,7 +147,7 @@ class Sampler:
         for name, service in self._stack.services.items():
             front = service.pid
             if front is not None:
-                seen |= {pid: f"{name} {part}" for pid, part in _parts(front).items()}
+                seen |= {pid: f"{name} {part}" for pid, part in _parts(name, front).items()}
         lives = {}
         for pid, role in seen.items():
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -165,12 +165,14 @@ class Sampler:
         self._lives = lives
 
 
-def _parts(front: int) -> dict[int, str]:
+def _parts(service: str, front: int) -> dict[int, str]:
     """Return the processes of a service by what they are."""
     parts = dict.fromkeys(members_of({front}), "helper")
     spawned = set(filter(is_spawned, parts.keys() - {front}))
-    parts |= dict.fromkeys(spawned, "spare engine")
-    if spawned:
+    if service.startswith("orchestrator"):
+        parts |= dict.fromkeys(spawned, "worker")
+    elif spawned:
+        parts |= dict.fromkeys(spawned, "spare engine")
         parts[oldest(spawned)] = "engine"
     return {**parts, front: "front"}
 
