@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from shared.config import (
 from shared.config.check import check_config
 from shared.config.ports import LOOPBACK
 from shared.errors import ConfigError
-from shared.gpu_lease import visible_gpus
+from shared.gpu_lease import list_machine_gpus, visible_gpus
 
 CORES_PER_WORKER = 8
 MAX_AUTO_WORKERS = 4
@@ -235,6 +236,14 @@ def stack_config(
     if num_drafts == 0:
         target = replace(target, draft_model="none", algorithm="none")
         given = {k: v for k, v in given.items() if k not in ("draft_model", "algorithm")}
+    draft = _draft(up, given, draft or DraftConfig())
+    for flag, gpus, worker in (
+        ("--pair-gpus", up.pair_gpus, target),
+        ("--pair-gpus", up.pair_gpus, draft),
+        ("--target-gpus", up.target_gpus, target),
+        ("--draft-gpus", up.draft_gpus, draft),
+    ):
+        _check_gpus(flag, gpus, worker.device)
     orchestrator = orchestrator or OrchestratorConfig()
     orchestrator = replace(
         orchestrator,
@@ -248,7 +257,7 @@ def stack_config(
         gateway=_gateway(up, given, orchestrator, gateway or GatewayConfig()),
         any_http_port="http_port" not in given,
         target=target,
-        draft=_draft(up, given, draft or DraftConfig()),
+        draft=draft,
         num_targets=len(pair_gpus) or up.num_targets,
         num_drafts=num_drafts,
         target_gpus=pair_gpus or split_list(up.target_gpus),
@@ -312,6 +321,24 @@ def _pair_gpus(up: UpConfig, given: Mapping[str, Any]) -> tuple[str, ...]:
     if not named:
         raise ConfigError(f"--pair-gpus is {up.pair_gpus!r}, which names no GPU")
     return named
+
+
+def _check_gpus(flag: str, gpus: str, device: str) -> None:
+    """Raise ConfigError if GPUs are named where a worker would serve on the CPU all the same."""
+    if not gpus:
+        return
+    if device == "cpu":
+        raise ConfigError(f"{flag} is {gpus}, and the device there is cpu: leave out one of them")
+    found = list_machine_gpus()
+    if not found:
+        raise ConfigError(f"{flag} is {gpus}, and this machine shows no GPU")
+    # Where CUDA_VISIBLE_DEVICES is set, workers count what it shows, and say if it is too little.
+    most = len(found) if "CUDA_VISIBLE_DEVICES" not in os.environ else math.inf
+    for name in split_list(gpus):
+        if name.isdecimal() and int(name) >= most:
+            raise ConfigError(
+                f"{flag} names GPU {name}, and this machine has {len(found)}, counted from 0"
+            )
 
 
 def _num_drafts(up: UpConfig, given: Mapping[str, Any]) -> int:

@@ -22,6 +22,7 @@ from coppice.cli.render import TokenPrinter, stats_rows
 from coppice.cli.request_options import SAMPLING, SHAPE, request_keywords
 from coppice.request import RequestOptions, build_request
 from coppice.stack import StackConfig
+from coppice.stack import config as stack_config_module
 from coppice.v1 import generation_pb2 as pb
 from shared.config import DraftConfig, GatewayConfig, OrchestratorConfig, TargetConfig
 from shared.config.check import parse_shape
@@ -177,11 +178,12 @@ def test_up_without_options_runs_the_bundled_models() -> None:
     )
 
 
-def test_up_spreads_its_options_over_the_services() -> None:
+def test_up_spreads_its_options_over_the_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_config_module, "list_machine_gpus", lambda: ["GPU-a", "GPU-b"])
     config = up_config(
         *("--target-model", "/t", "--draft-model", "/d", "--algorithm", "standalone"),
         *("--num-steps", "3", "--topk", "2", "--num-draft-tokens", "6", "--page-size", "4"),
-        *("--dtype", "float16", "--draft-dtype", "bfloat16", "--device", "cpu", "--port", "7"),
+        *("--dtype", "float16", "--draft-dtype", "bfloat16", "--device", "cuda", "--port", "7"),
         *("--target-gpus", "0,1", "--draft-gpus", "1", "--num-targets", "2", "--num-drafts", "3"),
         *("--workers", "6"),
     )
@@ -191,7 +193,7 @@ def test_up_spreads_its_options_over_the_services() -> None:
         algorithm="standalone",
         page_size=4,
         dtype="float16",
-        device="cpu",
+        device="cuda",
     )
     assert config.draft == DraftConfig(
         model="/d",
@@ -199,7 +201,7 @@ def test_up_spreads_its_options_over_the_services() -> None:
         algorithm="standalone",
         page_size=4,
         dtype="bfloat16",
-        device="cpu",
+        device="cuda",
         warm_up_trees=f"3/2/6,{DraftConfig().warm_up_trees}",
     )
     shape = {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}

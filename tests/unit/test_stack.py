@@ -61,6 +61,13 @@ def gpus_of(config: StackConfig, monkeypatch: pytest.MonkeyPatch, found: list[st
     return [getattr(config_of(stack, name), "gpus") for name in workers]  # noqa: B009
 
 
+def show_gpus(found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the driver show these."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(config_module, "visible_gpus", lambda: found)
+    monkeypatch.setattr(config_module, "list_machine_gpus", lambda: found)
+
+
 def test_every_process_has_a_name_a_port_and_its_configuration() -> None:
     config = StackConfig(
         target=TargetConfig(model="/t", page_size=4, self_test=False, device="cpu"),
@@ -199,8 +206,8 @@ def test_memory_that_somebody_gave_stays_as_it_is(own: dict[str, Any]) -> None:
 
 
 def test_a_pair_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_module, "visible_gpus", lambda: GPUS)
-    assert gpus_of(stack_config({"pair_gpus": "0,3"}), monkeypatch, GPUS) == ["0", "3"] * 2
+    show_gpus(GPUS, monkeypatch)
+    assert gpus_of(stack_config({"pair_gpus": "0,2"}), monkeypatch, GPUS) == ["0", "2"] * 2
     assert gpus_of(stack_config({"pair_gpus": "all"}), monkeypatch, GPUS) == [*GPUS, *GPUS]
 
 
@@ -224,9 +231,27 @@ def test_pairs_are_not_placed_twice(
 
 
 def test_pairs_need_the_name_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_module, "visible_gpus", lambda: GPUS)
+    show_gpus(GPUS, monkeypatch)
     with pytest.raises(ConfigError, match="names no GPU"):
         stack_config({"pair_gpus": ","})
+
+
+@pytest.mark.parametrize("flag", ["--target-gpus", "--draft-gpus"])
+def test_gpus_that_no_worker_could_use_are_refused(
+    flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that may choose its device would serve on the CPU without a word."""
+    given = {flag[2:].replace("-", "_"): "7"}
+    show_gpus([], monkeypatch)
+    with pytest.raises(ConfigError, match=f"{flag} is 7, and this machine shows no GPU"):
+        stack_config(given)
+    show_gpus(GPUS, monkeypatch)
+    with pytest.raises(ConfigError, match=f"{flag} names GPU 7, and this machine has 3"):
+        stack_config(given)
+    with pytest.raises(ConfigError, match=f"{flag} is 7, and the device there is cpu"):
+        stack_config({**given, "device": "cpu"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")  # counts what only the driver knows
+    stack_config(given)
 
 
 def test_a_cpu_worker_and_a_lease_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
