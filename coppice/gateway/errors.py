@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,8 @@ _FINAL_REASONS = frozenset(
     {"ABORTED", "NO_DRAFT", "NO_PROGRESS", "NON_FINITE_LOGITS", "REQUEST_KILLED_WORKERS"}
     | {"DEADLINE_EXCEEDED", "UNIMPLEMENTED"}
 )
-# Fields of GenerateRequest that OpenAI's API calls otherwise; of others the last part is the name.
+# Fields of GenerateRequest that OpenAI's API calls otherwise; of others the last part is the name,
+# but for those of `speculation`, which requests of HTTP have as well.
 _PARAMS = {
     "text": "prompt",
     "token_ids": "prompt",
@@ -65,7 +67,6 @@ _PARAMS = {
     "output.logprobs": "logprobs",
     "output.top_logprobs": "top_logprobs",
     "output.routed_experts": "return_routed_experts",
-    "speculation.mode": "speculation",
 }
 
 
@@ -136,11 +137,12 @@ def api_error(error: CoppiceError) -> ApiError:
     """Return what a client is told of an error of the orchestrator or of the gateway."""
     status = _STATUS_OF_REASON.get(error.reason) or _STATUS_OF_CODE.get(_number(error.code), 500)
     kind = "server_error" if status >= _MIN_SERVER_ERROR else "invalid_request_error"
+    param = _param(error.field) if error.field else None
     return ApiError(
         status=status,
-        message=error.message,
+        message=_message(error.message, error.field, param) if param else error.message,
         kind=_TYPES.get(status, kind),
-        param=_param(error.field) if error.field else None,
+        param=param,
         code=_CODE_OF_REASON.get(error.reason, error.reason.lower()),
         headers=_retry_headers(error, status),
     )
@@ -164,4 +166,13 @@ def _number(code: Any) -> int:
 
 
 def _param(field: str) -> str:
+    if field.startswith("speculation."):
+        return field
     return _PARAMS.get(field, field.rpartition(".")[2])
+
+
+def _message(message: str, field: str, param: str) -> str:
+    """Return what is wrong with a field, by the names that HTTP has for it and for the limit."""
+    own = field.rpartition(".")[2]
+    message = re.sub(rf"^({re.escape(field)}|{re.escape(own)})\b", lambda _: param, message)
+    return message.replace(" max_new_tokens", " max_tokens")

@@ -25,6 +25,7 @@ from pydantic_core import PydanticCustomError
 
 from coppice.gateway.errors import ApiError, bad_request, shortened, unsupported
 from coppice.request import RequestOptions
+from shared.messages import MAX_TOP_LOGPROBS
 
 _MAX_STOPS = 16
 _MAX_MESSAGES = 4096
@@ -198,7 +199,7 @@ class CompletionFields(GenerationFields):
 
     prompt: Any
     max_tokens: int = 16
-    logprobs: int | None = Field(default=None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
     best_of: int | None = None
     add_special_tokens: bool = True
@@ -255,7 +256,7 @@ class ChatFields(GenerationFields):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0)
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Tools = []
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True

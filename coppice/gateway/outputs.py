@@ -132,6 +132,7 @@ class Output:
                 yield event
         except CoppiceError as error:
             if error.field and error.field.startswith("structured_output"):
+                error.message = error.message.replace(error.field, self.constraint_param)
                 error.field = self.constraint_param
             raise
 

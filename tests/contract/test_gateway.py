@@ -348,6 +348,14 @@ async def test_what_cannot_be_is_refused_as_openai_does(model: Path) -> None:
             ({"temperature": -1.0}, openai.BadRequestError, "temperature", "invalid_value"),
             ({"max_tokens": 0}, openai.BadRequestError, "max_tokens", "invalid_value"),
             ({"prompt": []}, openai.BadRequestError, "prompt", "invalid_value"),
+            ({"prompt": ""}, openai.BadRequestError, "prompt", "invalid_value"),
+            ({"logprobs": 21}, openai.BadRequestError, "logprobs", "invalid_value"),
+            (
+                {"extra_body": {"speculation": {"num_steps": 30}}},
+                openai.BadRequestError,
+                "speculation.num_steps",
+                "invalid_tree_shape",
+            ),
             (
                 {"prompt": "x" * 500_000},
                 openai.BadRequestError,
@@ -382,6 +390,8 @@ async def test_what_cannot_be_is_refused_as_openai_does(model: Path) -> None:
             with pytest.raises(kind) as caught:
                 await client.completions.create(**{**asked, **changes})
             assert (caught.value.param, caught.value.code) == (param, code), changes
+            if param in changes and code == "invalid_value":
+                assert caught.value.body["message"].startswith(param), caught.value.body
             if "stream_options" in changes:
                 continue
             with pytest.raises(kind) as streamed:

@@ -38,7 +38,9 @@ class Refuser(Player):
 
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
         error = InvalidArgumentError(
-            "it cannot be", reason="INVALID_GRAMMAR", field="structured_output.json_schema"
+            "structured_output.json_schema cannot be followed",
+            reason="INVALID_GRAMMAR",
+            field="structured_output.json_schema",
         )
         context.abort_with_status(to_status(error))
         yield pb.GenerateResponse()
@@ -160,6 +162,7 @@ async def test_what_the_orchestrator_refuses_has_the_clients_field() -> None:
                     text = answer.text.partition("data: ")[2] if stream else answer.text
                     error = json.loads((text or answer.text).splitlines()[0])["error"]
                     assert (error["param"], error["code"]) == (param, "invalid_grammar")
+                    assert error["message"] == f"{param} cannot be followed"
 
 
 async def test_openais_parser_gets_its_model_whole_and_streamed() -> None:

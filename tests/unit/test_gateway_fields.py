@@ -20,7 +20,7 @@ from coppice.gateway.fields import (
     parse_fields,
 )
 from coppice.request import RequestOptions, build_request
-from shared.errors import ResourceExhaustedError, UnavailableError
+from shared.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS: dict[str, Any] = {"C": CompletionFields, "M": ChatFields}
@@ -216,6 +216,31 @@ def test_errors_say_when_to_come_again_or_not_to() -> None:
     assert not api_error(UnavailableError("x", reason="NO_TARGET")).headers
     late = api_error(DeadlineExceededError("the request's own timeout_s has passed"))
     assert late.status == 504 and late.headers == {"x-should-retry": "false"}
+
+
+@pytest.mark.parametrize(
+    ("field", "message", "param", "said"),
+    [
+        ("stopping.max_new_tokens", "stopping.max_new_tokens is 0", "max_tokens", None),
+        ("stopping.stop_strings", "stop_strings[0] has 300 characters", "stop", "stop[0] has 300"),
+        ("speculation.num_steps", "num_steps is 30", "speculation.num_steps", None),
+        ("speculation.mode", "speculation.mode is ON, but", "speculation.mode", None),
+        ("sampling.temperature", "temperature is -1", "temperature", None),
+        ("text", "text is empty; send a prompt", "prompt", None),
+        ("text", "the text is long", "prompt", "the text is long"),
+        (
+            "stopping.min_new_tokens",
+            "min_new_tokens is 5, must be at most max_new_tokens = 3",
+            "min_tokens",
+            "min_tokens is 5, must be at most max_tokens = 3",
+        ),
+    ],
+)
+def test_errors_have_the_names_of_the_requests_fields(
+    field: str, message: str, param: str, said: str | None
+) -> None:
+    error = api_error(InvalidArgumentError(message, field=field))
+    assert error.param == param and error.message.startswith(said or f"{param} is "), error.message
 
 
 MANY = 300_000
