@@ -20,7 +20,7 @@ from tenacity import AsyncRetrying
 
 from coppice.client import AsyncClient, DeadlineExceededError
 from coppice.gateway.chat_template import ChatTemplate
-from coppice.gateway.errors import model_not_found
+from coppice.gateway.errors import bad_request, model_not_found
 from coppice.model import ServedModel
 from coppice.retries import Retries
 from shared.access.tls import Tls
@@ -229,7 +229,8 @@ class Upstreams:
         Args:
             name: Of the model; None: the only one.
             session_id: Requests of one go to the same orchestrator as long as the same are ready.
-        Raises: ApiError if nobody serves it, CoppiceError if no orchestrator answers.
+        Raises: ApiError if nobody serves it or it has to be named, CoppiceError if no orchestrator
+            answers.
         """
         await self._learn(metadata)
         if name is None:
@@ -249,7 +250,12 @@ class Upstreams:
     def _only_name(self) -> str:
         names = {name for upstream in self._all for name in upstream.models}
         if len(names) != 1:
-            raise model_not_found("")
+            raise bad_request(
+                "missing required parameter: model; it may be left out where one is served, and "
+                f"here are {len(names)}: GET /v1/models lists them",
+                param="model",
+                code="missing_required_parameter",
+            )
         return next(iter(names))
 
     async def _learn(self, metadata: Metadata) -> None:

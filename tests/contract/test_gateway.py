@@ -579,6 +579,12 @@ async def test_several_models_are_found_by_name(model: Path, tmp_path: Path) -> 
         assert card.id == "org/other" and card.owned_by == "coppice"
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("org/none")
+        for path, asked in (("/tokenize", {"prompt": "ab"}), ("/detokenize", {"tokens": [1]})):
+            answer = await front.http.post(path, json=asked)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "model"), error
+            assert error["code"] == "missing_required_parameter"
+            assert "here are 2" in error["message"]
         for name in names * 4:
             await client.completions.create(model=name, prompt="ab", max_tokens=2)
 
