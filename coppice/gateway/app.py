@@ -91,7 +91,7 @@ class Gateway:
             Route(path, self._exchanges.endpoint(path, handler), methods=[method])
             for method, path, handler in endpoints
         ]
-        handlers = {404: self._not_found, 405: self._not_found}
+        handlers = {404: self._not_found, 405: self._other_method}
         return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
 
     def samples(self) -> dict[str, float]:
@@ -114,12 +114,23 @@ class Gateway:
 
     async def _not_found(self, request: Request, error: Exception) -> ASGIApp:
         """Say what there is, as OpenAI's API says errors."""
-        status = int(getattr(error, "status_code", 404))
 
         async def handler(exchange: Exchange) -> None:
-            known = ", ".join(sorted(self._paths))
+            known = ", ".join(sorted(self._paths)).replace("{name:path}", "NAME")
             message = f"no such endpoint: {request.method} {request.url.path}; there are {known}"
-            raise bad_request(message, param=None, code="unknown_url", status=status)
+            raise bad_request(message, param=None, code="unknown_url", status=404)
+
+        return await self._exchanges.endpoint(_OTHER, handler)(request)
+
+    async def _other_method(self, request: Request, error: Exception) -> ASGIApp:
+        """Say which methods an endpoint takes."""
+        headers = getattr(error, "headers", None) or {}
+        methods = ", ".join(sorted(headers.get("Allow", "").split(", ")))
+
+        async def handler(exchange: Exchange) -> None:
+            exchange.extra_headers["allow"] = methods
+            message = f"{request.url.path} takes {methods}, not {request.method}"
+            raise bad_request(message, param=None, code="method_not_allowed", status=405)
 
         return await self._exchanges.endpoint(_OTHER, handler)(request)
 

@@ -410,8 +410,13 @@ async def test_what_cannot_be_is_refused_as_openai_does(model: Path) -> None:
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
         answer = await front.http.get("/v2")
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
+        assert "/v1/models/NAME" in answer.json()["error"]["message"]
         answer = await front.http.get("/v1/completions")
-        assert answer.status_code == 405
+        assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+        assert answer.json()["error"]["code"] == "method_not_allowed"
+        assert answer.json()["error"]["message"] == "/v1/completions takes POST, not GET"
+        answer = await front.http.post("/v1/models/x")
+        assert answer.status_code == 405 and answer.headers["allow"] == "GET, HEAD"
         await freed(target, draft)
         assert front.counts["coppice_http_requests_running"] == 0
 
