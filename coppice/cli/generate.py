@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from coppice.cli.options import add_server_option, credentials_of, require_server
 from coppice.cli.render import TokenPrinter, print_stats, stats_rows
-from coppice.cli.request_options import add_request_options, request_keywords
+from coppice.cli.request_options import add_request_options, refuse_without_trees, request_keywords
 from shared.errors import CoppiceError
 from shared.messages import FinishInfo, GenerateEvent, PromptInfo, TokenDelta
 
@@ -41,18 +41,23 @@ def run(arguments: argparse.Namespace) -> int:
     from coppice.client import Client
 
     keywords = request_keywords(arguments)
+    if arguments.show_tree:
+        if arguments.no_speculation:
+            refuse_without_trees("--show-tree")
+        keywords["speculation"] = True
     credentials = credentials_of(arguments)
     require_server(arguments.server, credentials)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     printer = TokenPrinter(sys.stdout, shows_tree=arguments.show_tree)
     if arguments.show_tree:
-        keywords.setdefault("speculation", True)
         sys.stderr.write(printer.legend(sys.stderr) + "\n")
     try:
         with Client(arguments.server, token=credentials.token, tls=credentials.tls) as client:
             shown = show(client.stream(prompt, timeout_s=arguments.timeout_s, **keywords), printer)
-    except (CoppiceError, KeyboardInterrupt):
+    except (CoppiceError, KeyboardInterrupt) as error:
         printer.end_line()  # what went wrong is said on a line of its own
+        if arguments.show_tree and isinstance(error, CoppiceError) and error.reason == "NO_DRAFT":
+            error.message = f"--show-tree asks for trees, leave it out here: {error.message}"
         raise
     sys.stdout.write("\n")
     if arguments.stats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from coppice.request import DEFAULT_MAX_NEW_TOKENS
 from coppice.structured_output import CONSTRAINTS
@@ -115,11 +115,19 @@ def request_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
     keywords |= _constraints(arguments)
     if arguments.no_speculation:
         keywords["speculation"] = False
+        for flag, _, _ in SHAPE:
+            if flag[2:].replace("-", "_") in keywords:
+                refuse_without_trees(flag)
     if arguments.logit_bias:
         keywords["logit_bias"] = dict(_parse_bias(text) for text in arguments.logit_bias)
     shape = [keywords.get(flag[2:].replace("-", "_"), 0) for flag, _, _ in SHAPE]
     check_tree_shape(*shape)
     return keywords
+
+
+def refuse_without_trees(flag: str) -> NoReturn:
+    """Raise ConfigError: a flag is about trees, of which --no-speculation wants none."""
+    raise ConfigError(f"{flag} means nothing with --no-speculation: leave out one of them")
 
 
 def _constraints(arguments: argparse.Namespace) -> dict[str, Any]:

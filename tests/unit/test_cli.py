@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import io
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from coppice.stack import config as stack_config_module
 from coppice.v1 import generation_pb2 as pb
 from shared.config import DraftConfig, GatewayConfig, OrchestratorConfig, TargetConfig
 from shared.config.check import parse_shape
-from shared.errors import ConfigError, InvalidArgumentError
+from shared.errors import ConfigError, InvalidArgumentError, UnavailableError
 from shared.messages import (
     FinishInfo,
     FinishReason,
@@ -35,6 +36,8 @@ from shared.messages import (
     TokenDelta,
     TreeShape,
 )
+from shared.rpc.status import to_status
+from tests.fakes.generation import FakeGeneration, serving
 from tests.scrape import free_ports
 
 
@@ -135,6 +138,14 @@ def test_unknown_arguments_are_refused(
         (["bench", "--tls-ca-file", "/none"], "/none holds no certificates (PEM)"),
         (["health", "a:1", "--tls-server-name", "b"], "with --tls or --tls-ca-file only"),
         (["generate", "x", "--max-new-tokens", "-1"], "--max-new-tokens is -1, expected 1 or more"),
+        (
+            ["generate", "x", "--no-speculation", "--show-tree"],
+            "--show-tree means nothing with --no-speculation",
+        ),
+        (
+            ["generate", "x", "--no-speculation", "--topk", "2"],
+            "--topk means nothing with --no-speculation",
+        ),
         (["up", "--target-model", "/nowhere"], "--target-model: there is no directory /nowhere"),
         (["up", "--draft-model", "/dev"], "--draft-model: /dev holds no config.json"),
     ],
@@ -616,6 +627,28 @@ def test_health_of_a_real_server(capsys: pytest.CaptureFixture[str]) -> None:
     said = printed.out.split()
     assert said == ["SERVING", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN", "UNREACHABLE"]
     assert f"nothing at {address} answers grpc.health.v1" in printed.err
+
+
+class Draftless(FakeGeneration):
+    """Refuses requests that must have trees."""
+
+    def Generate(
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateResponse]:
+        if request.speculation.mode == pb.SPECULATION_MODE_ON:
+            error = UnavailableError("there is no draft worker", reason="NO_DRAFT")
+            context.abort_with_status(to_status(error))
+        return super().Generate(request, context)
+
+
+def test_trees_of_a_server_without_drafts_are_refused_by_their_flag(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with serving(Draftless()) as address:
+        command = ["generate", "hi", "--server", address, "--max-new-tokens", "2"]
+        assert main(command) == 0
+        assert main([*command, "--show-tree"]) == 1
+    assert "--show-tree asks for trees, leave it out here: there is no" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
