@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from coppice.health import HealthProbe
 from shared.config.ports import LOOPBACK
 from shared.errors import ConfigError
 from shared.rpc.health_names import ORCHESTRATOR_SERVICE
+
+_EVERYWHERE = {"", "0.0.0.0", "::"}
 
 
 def require_free(host: str, port: int, *, option: str = "--port") -> None:
@@ -34,6 +36,24 @@ def require_free(host: str, port: int, *, option: str = "--port") -> None:
             f"cannot listen on {where}: {_occupant(host, port)}; stop it, or choose another "
             f"{option} (0 = {zero})"
         ) from None
+
+
+def require_distinct(ports: Iterable[tuple[str, str, int]]) -> None:
+    """Raise unless all can be listened at together.
+
+    Args:
+        ports: Option, host and port of each; 0 is any port.
+    Raises: ConfigError that names the two options.
+    """
+    known: list[tuple[str, str, int]] = []
+    for option, host, port in ports:
+        for other, other_host, other_port in known:
+            if port == other_port and (host == other_host or {host, other_host} & _EVERYWHERE):
+                raise ConfigError(
+                    f"{other} and {option} are both {port}: choose another port for one of them"
+                )
+        if port > 0:
+            known.append((option, host, port))
 
 
 def is_taken(host: str, port: int) -> bool:

@@ -19,7 +19,7 @@ from coppice.health import HealthProbe
 from coppice.stack.config import LOOPBACK, StackConfig
 from coppice.stack.gpus import gpus_of_workers, on_gpu, places_of, shared_gpus
 from coppice.stack.mps import MultiProcessService
-from coppice.stack.ports import dialled, free_ports, is_taken, require_free
+from coppice.stack.ports import dialled, free_ports, is_taken, require_distinct, require_free
 from coppice.stack.process import POLL_INTERVAL_S, ServiceFailedError, ServiceProcess, ServiceState
 from shared.config import (
     SECRET_VARIABLE,
@@ -117,7 +117,7 @@ class Stack:
     def start(self) -> Stack:
         """Launch everything at once and wait until every service is ready.
 
-        Raises: ConfigError if the orchestrator's port is taken or open to everybody;
+        Raises: ConfigError if a port is taken, open to everybody or another option's, too;
             ServiceFailedError with the log of
             the service that ended or took too long. Nothing is left running then.
         """
@@ -142,7 +142,10 @@ class Stack:
         return self
 
     def build(self) -> None:
-        """Choose ports and GPUs, and make every service; starts nothing."""
+        """Choose ports and GPUs, and make every service; starts nothing.
+
+        Raises: ConfigError if two options are the same port.
+        """
         config = self.config
         num_workers = config.num_targets + config.num_drafts
         gpus = gpus_of_workers(config)
@@ -181,12 +184,15 @@ class Stack:
         self._add("orchestrator", "orchestrator", orchestrator, ORCHESTRATOR_SERVICE)
         if config.gateway is not None:
             self._add_gateway(config.gateway, ports, metrics_ports)
+        require_distinct(self._ports_of_options)
 
     def _add_gateway(
         self, config: GatewayConfig, ports: Iterator[int], metrics_ports: Iterator[int]
     ) -> None:
+        config = self._with_metrics("gateway", config, metrics_ports)
         http_port = config.port
-        if self.config.any_http_port and is_taken(config.host, http_port):
+        own = {port for _, _, port in self._ports_of_options}
+        if self.config.any_http_port and (http_port in own or is_taken(config.host, http_port)):
             http_port = 0
         config = replace(
             config,
@@ -194,7 +200,6 @@ class Stack:
             health_port=config.health_port or next(ports),
             orchestrators=self.address,
         )
-        config = self._with_metrics("gateway", config, metrics_ports)
         self._add("gateway", "gateway", config, GATEWAY_SERVICE)
         self.services["gateway"].environ.pop(SECRET_VARIABLE)
 
@@ -205,6 +210,20 @@ class Stack:
         port = next(ports)
         self._metrics_at[name] = (config.metrics_host, port)
         return replace(config, metrics_port=port)
+
+    @property
+    def _ports_of_options(self) -> list[tuple[str, str, int]]:
+        """Return option, host and port of what listens at a port that somebody chose."""
+        front, gateway = self.config.orchestrator, self.config.gateway
+        admin = "admin_port" if front.admin_port else "the admin port, 1000 above --port,"
+        ports = [
+            ("--port", front.host, front.port),
+            (admin, front.admin_host, admin_port(front)),
+            *((f"--metrics-port (of {name})", *at) for name, at in self._metrics_at.items()),
+        ]
+        if gateway is not None and not self.config.any_http_port:
+            ports.append(("--http-port", gateway.host, gateway.port))
+        return ports
 
     def wait_ready(self, *names: str, timeout_s: float) -> None:
         """Wait until the named services are ready.

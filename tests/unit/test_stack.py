@@ -120,6 +120,32 @@ def test_up_serves_http_unless_it_is_told_not_to(given: dict[str, Any], port: in
     assert (gateway and gateway.port) == port
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"http_port": 50051}, "--port and --http-port are both 50051"),
+        ({"metrics_port": 50051}, r"--port and --metrics-port \(of orchestrator\) are both"),
+        ({"metrics_port": 50050}, r"--port and --metrics-port \(of target-0\) are both 50051"),
+        ({"metrics_port": 81, "http_port": 84}, r"--metrics-port \(of gateway\) and --http-port"),
+        ({"port": 7000, "http_port": 8000}, "1000 above --port, and --http-port are both 8000"),
+        ({"port": 0, "http_port": 81, "metrics_port": 90}, ""),
+        ({"port": 8000}, ""),
+        ({"port": 7000}, ""),
+    ],
+)
+def test_ports_of_two_options_are_distinct(given: dict[str, Any], words: str) -> None:
+    """HTTP, where its port is not given, gives way."""
+    config = stack_config({"host": "127.0.0.1", "workers": 1, **given})
+    if words:
+        with pytest.raises(ConfigError, match=words):
+            built(config)
+        return
+    stack = built(config)
+    http, front = config_of(stack, "gateway"), config_of(stack, "orchestrator")
+    assert isinstance(front, OrchestratorConfig)
+    assert http.port not in (front.port, front.admin_port)
+
+
 def test_up_gives_the_gateway_what_clients_are_asked_for() -> None:
     tls = {"tls_cert_file": "c", "tls_key_file": "k"}
     own = GatewayConfig(tls_ca_file="a", tool_call_parser="hermes")
