@@ -24,6 +24,7 @@ FIGURES = (
     "root_only_share",
     "failed",
 )
+_ARRIVALS = frozenset({"batch", "schedule", "rate"})
 _QUANTILES = ("p50", "p90", "p99", "p99.9")
 
 
@@ -66,9 +67,14 @@ def read_result(path: str) -> dict[str, Any]:
     if isinstance(document, dict) and "runs" not in document:
         document["runs"] = document.get("rows")
     runs = document.get("runs") if isinstance(document, dict) else None
-    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
+    if not isinstance(runs, list) or not runs or not all(map(_is_run, runs)):
         raise ConfigError(f"{path} holds no runs; expected what `coppice bench --output` writes")
     return dict(document)
+
+
+def _is_run(value: Any) -> bool:
+    """Return whether that says what arrived, as each run of a benchmark does."""
+    return isinstance(value, dict) and not _ARRIVALS.isdisjoint(value)
 
 
 def compare(before: Sequence[Run], after: Sequence[Run]) -> list[Pair]:

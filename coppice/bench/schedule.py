@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from coppice.request import build_request
+from shared.config.loader import suggestion
 from shared.errors import ConfigError
+
+_KEYS = ("at_s", "token_ids", "max_new_tokens", "temperature")
 
 Prompt = str | tuple[int, ...]
 """Text, or token ids."""
@@ -144,6 +147,9 @@ def _problem_of(row: Any) -> str:
     """Return what is wrong with an entry of a schedule; empty: nothing."""
     if not isinstance(row, dict):
         return 'is no object with "at_s", "token_ids" and "max_new_tokens"'
+    unknown = next((key for key in row if key not in _KEYS), None)
+    if unknown is not None:
+        return f"has {json.dumps(unknown)}, which means nothing{suggestion(unknown, _KEYS)}"
     at_s, length = row.get("at_s"), row.get("max_new_tokens")
     if not isinstance(at_s, int | float) or not 0 <= at_s < float("inf"):
         return f'has "at_s" {at_s!r}, expected seconds from the beginning on'

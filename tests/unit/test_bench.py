@@ -216,6 +216,10 @@ def test_an_arrival_may_have_a_temperature_of_its_own(tmp_path: Path) -> None:
             '[{"at_s": 1, "token_ids": [1], "max_new_tokens": 1, "temperature": -1}]',
             'has "temperature" -1',
         ),
+        (
+            '[{"at_s": 1, "token_ids": [1], "max_new_tokens": 1, "temprature": 1}]',
+            'entry 0 has "temprature", which means nothing; did you mean temperature?',
+        ),
     ],
 )
 def test_a_schedule_that_cannot_be_played_is_refused(
@@ -315,7 +319,9 @@ def test_outputs_of_two_results_are_counted() -> None:
     assert identical_outputs(one, {"outputs": {"8": [[1]]}}) == identical_outputs(one, {}) == (0, 0)
 
 
-@pytest.mark.parametrize("text", ["[", "3", "{}", '{"runs": [1]}', '{"rows": 2}'])
+@pytest.mark.parametrize(
+    "text", ["[", "3", "{}", "[]", '{"runs": [1]}', '{"runs": [{"a": 1}]}', '{"rows": 2}']
+)
 def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text(text)
