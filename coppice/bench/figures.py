@@ -11,6 +11,7 @@ Figures are nested dictionaries of numbers, as they are written to JSON.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import statistics
 from collections import Counter
@@ -72,10 +73,10 @@ class Goodput:
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """Return the value that a fraction of the values lies below; 0 without values."""
+    """Return the least value that a fraction of the values does not exceed; 0 without values."""
     if not values:
         return 0.0
-    return sorted(values)[min(len(values) - 1, int(len(values) * fraction))]
+    return sorted(values)[max(math.ceil(len(values) * fraction) - 1, 0)]  # the nearest rank
 
 
 def quantiles_ms(values_s: Sequence[float], points: Mapping[str, float]) -> dict[str, float] | None:

@@ -61,10 +61,10 @@ def test_figures_of_a_run() -> None:
     figures = figures_of([EVEN, BURST, FAILURE], 2.0, None)
     assert (figures["requests"], figures["failed"], figures["tokens"]) == (3, 1, 8)
     assert (figures["tokens_per_second"], figures["requests_per_second"]) == (4.0, 1.0)
-    assert figures["first_token_ms"] == {"p50": 200, "p90": 200, "p99": 200}
-    assert figures["per_token_ms"]["p50"] == 100  # BURST: 0.3 s for the 4 tokens after its first
+    assert figures["first_token_ms"] == {"p50": 100, "p90": 200, "p99": 200}
+    assert figures["per_token_ms"]["p50"] == 75  # BURST: 0.3 s for the 4 tokens after its first
     assert figures["gap_ms"] == {"p50": 100, "p90": 300, "p99": 300, "p99.9": 300}
-    assert figures["request_ms"]["p50"] == 500  # until the last token, not until the stream's end
+    assert figures["request_ms"]["p90"] == 500  # until the last token, not until the stream's end
     assert figures["accept_length"] == 2.0  # (4 accepted + 4 bonus) / 4 rounds
     assert figures["root_only_share"] == 0.5
     assert "goodput" not in figures
@@ -82,13 +82,17 @@ def test_a_run_in_which_everything_failed_has_no_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fraction", "expected"), [(0.0, 10), (0.25, 20), (0.5, 30), (0.74, 30), (0.99, 40), (1.0, 40)]
+    ("fraction", "expected"), [(0.0, 10), (0.25, 10), (0.5, 20), (0.74, 30), (0.99, 40), (1.0, 40)]
 )
-def test_quantiles_are_the_value_at_a_fraction_of_the_ranks(
-    fraction: float, expected: float
-) -> None:
+def test_quantiles_are_the_value_at_the_nearest_rank(fraction: float, expected: float) -> None:
     assert quantile([40.0, 10.0, 30.0, 20.0], fraction) == expected
     assert quantile([], fraction) == 0
+
+
+def test_quantiles_of_few_values_are_not_the_largest() -> None:
+    assert quantile([2.0, 1.0], 0.5) == 1
+    assert quantile(range(1, 11), 0.9) == 9
+    assert quantile(range(1, 1001), 0.999) == 999
 
 
 @pytest.mark.parametrize(
@@ -126,7 +130,7 @@ def test_repeats_have_a_median_and_a_spread() -> None:
 
 def test_what_the_clients_cost_is_said() -> None:
     calm = Played(
-        outcomes=[EVEN], lateness_s=[0.001] * 99 + [0.02], elapsed_s=1.0, cpu_shares=[0.1]
+        outcomes=[EVEN], lateness_s=[0.001] * 98 + [0.02] * 2, elapsed_s=1.0, cpu_shares=[0.1]
     )
     busy = Played(
         outcomes=[FAILURE, FAILURE], lateness_s=[0.0], elapsed_s=1.0, cpu_shares=[0.1, 0.9]
