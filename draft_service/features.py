@@ -125,6 +125,7 @@ class FeatureStream:
         self._recorder = recorder
         self._channel: PeerChannel | None = None
         self._is_by_channel = False
+        self._is_at_front = False  # it was ever subscribed there
         self._acknowledged = start
         self._is_requested = False  # rows from `end` on were asked for, none came yet
         self._rows: deque[FeatureRows] = deque()  # of positions [taken, end), oldest first
@@ -141,6 +142,7 @@ class FeatureStream:
         """
         self._is_requested = True
         self._is_by_channel = self._channel is not None and not avoids_ring
+        self._is_at_front |= not self._is_by_channel
         command = FeatureSubscribe(
             request_id=self._open.request_id,
             target_epoch=self._open.target_epoch,
@@ -191,8 +193,8 @@ class FeatureStream:
 
     def close(self) -> None:
         """Want no more rows; of a channel, detaching says so."""
-        if not self._is_by_channel:
-            self._tell_target(
+        if self._is_at_front:
+            self._tell_front(
                 FeatureUnsubscribe(
                     request_id=self._open.request_id, target_epoch=self._open.target_epoch
                 )
@@ -220,14 +222,22 @@ class FeatureStream:
 
     def _tell_target(
         self,
-        command: FeatureSubscribe | FeatureAck | FeatureUnsubscribe,
+        command: FeatureSubscribe | FeatureAck,
         *,
         avoids_ring: bool = False,
     ) -> None:
         if self._is_by_channel:
             assert self._channel is not None
             self._channel.put(command)
-            return
+        else:
+            self._tell_front(command, avoids_ring=avoids_ring)
+
+    def _tell_front(
+        self,
+        command: FeatureSubscribe | FeatureAck | FeatureUnsubscribe,
+        *,
+        avoids_ring: bool = False,
+    ) -> None:
         self._outbox.append(
             FeatureCommand(
                 target_address=self._open.target_address, command=command, avoids_ring=avoids_ring

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from draft_service.features import FeatureRows, FeatureStream
 from shared.errors import StatusCode
 from shared.messages import (
     DraftClose,
@@ -16,12 +17,14 @@ from shared.messages import (
     FeatureAck,
     FeatureChunk,
     FeatureCommand,
+    FeatureSubscribe,
     FeatureUnsubscribe,
     RequestFailure,
     SamplingParams,
     TokenTree,
     TreeShape,
 )
+from shared.step.recorder import Recorder
 from tests.engines import SHAPES, Models, make_draft
 
 PROMPT = (5, 6, 7, 8, 9)
@@ -263,6 +266,35 @@ def test_a_target_without_features_ends_the_request(draft: Draft) -> None:
     [passed_on] = draft.send(failure)
     assert passed_on == replace(failure, draft_epoch=2)
     assert draft.engine.load.num_running == 0
+
+
+class Sent(list[Any]):
+    """What was put into a channel."""
+
+    put = list.append
+
+
+def test_a_subscription_at_the_front_ends_though_a_later_one_went_to_the_channel() -> None:
+    message = DraftOpen(
+        request_id="r", target_epoch=3, draft_epoch=2, target_address="t", token_ids=PROMPT,
+        sampling=SamplingParams(),
+    )  # fmt: skip
+    front: list[FeatureCommand] = []
+    channel: Any = Sent()
+    features = FeatureStream(message, front, Recorder(torch.device("cpu")), start=0)
+    features.attach(channel)
+    features.subscribe()
+    features.close()
+    assert not front and len(channel) == 1, "detaching ends what the channel brings"
+    features.receive(0, None)  # overwritten in the ring: bytes come through the front
+    features.receive(0, FeatureRows.of(torch.zeros(5, 4)))
+    features.receive(30, FeatureRows.of(torch.zeros(2, 4)))  # of the channel, from before
+    assert len(channel) == 2
+    features.close()
+    assert [each.command for each in front] == [
+        FeatureSubscribe(request_id="r", target_epoch=3, from_position=0, draft_epoch=2),
+        FeatureUnsubscribe(request_id="r", target_epoch=3),
+    ]
 
 
 def test_a_newer_open_and_a_close_end_the_subscription(draft: Draft) -> None:
