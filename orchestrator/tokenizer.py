@@ -97,7 +97,8 @@ class Tokenizer:
             spell = self.token_bytes if keeps_special else self._token_bytes
             return _ByteLevelDetokenizer(spell, prompt_ids[-_CONTEXT_TOKENS:])
         decode = self.decode_all if keeps_special else self.decode
-        return _WindowDetokenizer(decode, prompt_ids[-_MAX_CONTEXT_TOKENS:])
+        skipped = frozenset[int]() if keeps_special else self._special_ids
+        return _WindowDetokenizer(decode, prompt_ids[-_MAX_CONTEXT_TOKENS:], skipped)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of whole tokens, special ones skipped."""
@@ -176,10 +177,14 @@ class _WindowDetokenizer:
 
     The window starts one emission back, so that a decoder that treats the start of a text
     differently (Metaspace drops a leading space) never sees the start of the output.
+
+    Args:
+        skipped: Ids that `decode` leaves out.
     """
 
-    def __init__(self, decode: _Decode, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, decode: _Decode, prompt_ids: Sequence[int], skipped: frozenset[int]) -> None:
         self._decode = decode
+        self._skipped = skipped
         self._window = _whole_end(decode, prompt_ids)
         self._num_read = len(self._window)
         # What the prompt left unfinished is finished by the output.
@@ -190,6 +195,8 @@ class _WindowDetokenizer:
         return "".join(map(self._push, token_ids))
 
     def _push(self, token_id: int) -> str:
+        if self.is_settled and token_id in self._skipped:
+            return ""  # nothing would ever shrink the window; unsettled, they count as waiting
         self._window.append(token_id)
         text = self._decode(self._window)
         num_unread = len(self._window) - self._num_read

@@ -187,6 +187,46 @@ def test_endless_invalid_utf8_is_not_held_forever(metaspace: Loaded) -> None:
     assert set(text) == {"�"}
 
 
+@given(data=st.data())
+def test_special_tokens_change_nothing_of_the_text_around_them(
+    metaspace: Loaded, data: st.DataObject
+) -> None:
+    """Wherever they come, inside of a character, too."""
+    pieces = st.one_of(
+        st.sampled_from([1, 2]),  # <s> and </s>
+        st.integers(3, 258),  # bytes
+        st.sampled_from(metaspace.encode("the quick fox jumps")),
+        st.just(metaspace.encode("é😀")[1:]),
+    )
+    token_ids: list[int] = []
+    for piece in data.draw(st.lists(pieces, max_size=20)):
+        token_ids += [piece] if isinstance(piece, int) else piece
+    prompt = metaspace.encode("def add")
+    plain = [token_id for token_id in token_ids if token_id not in (1, 2)]
+    expected = _stream(metaspace.detokenizer(prompt), plain)
+    assert _stream(metaspace.detokenizer(prompt), token_ids) == expected
+
+
+def test_many_special_tokens_cost_no_more_each_than_one(
+    metaspace: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output that goes on past its end may have nothing else."""
+    sizes: list[int] = []
+
+    def decode(token_ids: Sequence[int]) -> str:
+        sizes.append(len(token_ids))
+        return Tokenizer.decode(metaspace, token_ids)
+
+    monkeypatch.setattr(metaspace, "decode", decode)
+    detokenizer = metaspace.detokenizer(metaspace.encode("def add"))
+    end, *emoji = metaspace.token_to_id("</s>"), *metaspace.encode("😀")[1:]
+    assert _stream(detokenizer, [end] * 1000 + emoji) == "😀"
+    detokenizer = metaspace.detokenizer(metaspace.encode("def add"))
+    unfinished = [*emoji[:1], *[end] * 1000]
+    assert "".join(map(detokenizer.push, unfinished)) == "�", "not held for ever"
+    assert max(sizes) < 50
+
+
 def test_an_unreadable_tokenizer_is_a_config_error(tmp_path: Path) -> None:
     """The message names the file."""
     path = tmp_path / "tokenizer.json"
