@@ -215,7 +215,9 @@ class Client(_Connection):
                     for response in call:
                         yield from transcript.take(response)
                 except grpc.RpcError as error:
-                    raise transcript.error_of(error, is_closed=self._is_closed.is_set()) from None
+                    if not transcript.is_finished:
+                        is_closed = self._is_closed.is_set()
+                        raise transcript.error_of(error, is_closed=is_closed) from None
                 finally:
                     call.cancel()
                 transcript.check_finished()
@@ -317,7 +319,9 @@ class AsyncClient(_Connection):
                         for event in transcript.take(response):
                             yield event
                 except grpc.RpcError as error:
-                    raise transcript.error_of(error, is_closed=self._is_closed.is_set()) from None
+                    if not transcript.is_finished:
+                        is_closed = self._is_closed.is_set()
+                        raise transcript.error_of(error, is_closed=is_closed) from None
                 finally:
                     call.cancel()
                 transcript.check_finished()
@@ -399,9 +403,14 @@ class _Transcript:
             )
         self._info = dataclasses.replace(self._info, model=info.model, model_fingerprint=now)
 
+    @property
+    def is_finished(self) -> bool:
+        """Return whether the output is whole: however the call ends then does not matter."""
+        return self._finish is not None
+
     def check_finished(self) -> None:
         """Raise unless the server has said how the output ended."""
-        if self._finish is None:
+        if not self.is_finished:
             raise InternalError("the server ended the stream without FinishInfo")
 
     def error_of(self, error: grpc.RpcError, *, is_closed: bool) -> CoppiceError:

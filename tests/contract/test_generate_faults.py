@@ -530,6 +530,44 @@ class ComputesOtherwise(pb_grpc.GenerationServiceServicer):
         )
 
 
+class EndsTwice(pb_grpc.GenerationServiceServicer):
+    """A server that fails after it has sent the whole output."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> Any:
+        self.num_calls += 1
+        yield pb.GenerateResponse(prompt_info=pb.PromptInfo())
+        yield pb.GenerateResponse(delta=pb.TokenDelta(token_ids=[7, 8]))
+        yield pb.GenerateResponse(
+            finish=pb.FinishInfo(reason=pb.FINISH_REASON_LENGTH, usage=pb.Usage())
+        )
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the server ends")
+
+
+async def test_an_output_that_is_whole_stays_so_however_its_call_ends() -> None:
+    service = EndsTwice()
+    server = grpc.aio.server()
+    pb_grpc.add_GenerationServiceServicer_to_server(service, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+
+    def events() -> list[GenerateEvent]:
+        with Client(address, max_retries=0) as client:
+            return list(client.stream(token_ids=PROMPT))
+
+    try:
+        async with AsyncClient(address, max_retries=0) as client:
+            received = [event async for event in client.stream(token_ids=PROMPT)]
+        blocking = await asyncio.to_thread(events)
+    finally:
+        await server.stop(None)
+    for each in (received, blocking):
+        assert [type(event) for event in each] == [PromptInfo, TokenDelta, FinishInfo]
+    assert service.num_calls == 2
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "after", "is_mixed"), [(0, "b", False), (2, "a", False), (2, "b", True)]
 )
