@@ -213,6 +213,7 @@ class RequestTable:
     def _forget(self, request: TargetRequest) -> None:
         self._source.end_credit(request)
         self._state.recorder.forget(request.request_id)
+        request.features = None  # who still knows the request must not keep its rows
         del self._requests[request.request_id]
 
     # --- checks ----------------------------------------------------------------------------------

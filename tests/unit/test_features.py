@@ -237,6 +237,19 @@ def test_acknowledged_rows_are_dropped_and_unsubscribed_ones_not_sent(models: Mo
     pair.check_idle()
 
 
+def test_rows_of_a_request_that_is_over_are_freed_though_somebody_still_knows_it(
+    models: Models,
+) -> None:
+    """As budgets know the last request of each slot."""
+    target = make_target(models.pairing("eagle3"))
+    pair, _ = open_request(target)
+    request = target.requests["r1"]
+    assert request.features is not None and request.features.end == 60
+    target.submit(TargetClose(request_id="r1", target_epoch=1))
+    assert request.features is None
+    pair.check_idle()
+
+
 @pytest.mark.parametrize("rows_per_chunk", [10, 0])  # 0: a row is larger than a chunk should be
 def test_chunks_hold_at_most_one_mebibyte(
     models: Models, monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int
