@@ -22,7 +22,7 @@ from typing import Any
 from coppice.bench.clients import Outcome, Played
 from coppice.bench.request import RequestResult
 from shared.errors import ConfigError
-from shared.messages import SpeculationStats
+from shared.messages import FinishReason, SpeculationStats
 
 POINTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 GAP_POINTS = {**POINTS, "p99.9": 0.999}
@@ -111,6 +111,9 @@ def figures_of(
     figures = {
         "requests": len(outcomes),
         "failed": len(outcomes) - len(requests),
+        "ended_by_context": sum(
+            request.finish.reason is FinishReason.CONTEXT_LENGTH for request in requests
+        ),
         "tokens": num_tokens,
         "elapsed_s": round(elapsed_s, 4),
         "tokens_per_second": round(num_tokens / elapsed_s, 1),

@@ -138,6 +138,12 @@ def _measure(measurement: options.Measurement, bench: Bench) -> list[dict[str, A
         sys.stderr.write(brief(figures) + "\n")
         for reason, count in figures["failures"].items():
             sys.stderr.write(f"warning: {count} requests failed: {reason}\n")
+        if num_short := figures["ended_by_context"]:
+            sys.stderr.write(
+                f"warning: {num_short:g} of {figures['requests'] - figures['failed']:g} outputs "
+                "ended before the length that was asked for: the context ends there "
+                "(max_context_len)\n"
+            )
         if warning := warning_of(figures["clients"], is_batch="batch" in figures):
             sys.stderr.write(f"warning: {warning}\n")
     return runs

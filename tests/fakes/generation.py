@@ -25,6 +25,7 @@ class FakeGeneration(pb_grpc.GenerationServiceServicer):
         gap_s: Between deltas.
         fails_on: First token of prompts that are refused.
         num_cancelled: Calls, the first ones, that are cancelled, as by a server that stops.
+        most_tokens: Of an output: the context ends there.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class FakeGeneration(pb_grpc.GenerationServiceServicer):
         gap_s: float = 0.0,
         fails_on: int = -1,
         num_cancelled: int = 0,
+        most_tokens: int = 1_000_000,
     ) -> None:
         self.requests: list[tuple[float, pb.GenerateRequest]] = []
         self._first_s = first_s
         self._gap_s = gap_s
         self._fails_on = fails_on
         self._num_cancelled = num_cancelled
+        self._most_tokens = most_tokens
         self._lock = Lock()
 
     def Generate(
@@ -56,7 +59,9 @@ class FakeGeneration(pb_grpc.GenerationServiceServicer):
         info = pb.PromptInfo(request_id="r", model="fake", model_fingerprint="f00d")
         yield pb.GenerateResponse(prompt_info=info)
         time.sleep(self._first_s)
-        length, sent, num_rounds = request.stopping.max_new_tokens, 0, 0
+        is_whole = request.stopping.max_new_tokens <= self._most_tokens
+        length = request.stopping.max_new_tokens if is_whole else self._most_tokens
+        sent, num_rounds = 0, 0
         while sent < length:
             step = 1 if not sent else min(2, length - sent)
             ids = [start + sent + i for i in range(step)]
@@ -64,7 +69,8 @@ class FakeGeneration(pb_grpc.GenerationServiceServicer):
             sent += step
             num_rounds += step > 1
             time.sleep(self._gap_s if sent < length else 0)
-        finish = pb.FinishInfo(reason=pb.FINISH_REASON_LENGTH)
+        reason = pb.FINISH_REASON_LENGTH if is_whole else pb.FINISH_REASON_CONTEXT_LENGTH
+        finish = pb.FinishInfo(reason=reason)
         finish.speculation.num_rounds = finish.speculation.num_accepted_drafts = num_rounds
         yield pb.GenerateResponse(finish=finish)
 

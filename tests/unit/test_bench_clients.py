@@ -153,6 +153,20 @@ def test_arrivals_that_fail_are_counted(address: str, server: FakeGeneration) ->
     assert run["failures"] == {ResourceExhaustedError.default_reason: 1}
 
 
+def test_outputs_that_the_context_cuts_short_are_counted_and_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule, output = tmp_path / "in.json", tmp_path / "out.json"
+    rows = [{"at_s": 0, "token_ids": [1], "max_new_tokens": length} for length in (4, 5, 6)]
+    schedule.write_text(json.dumps(rows))
+    options = "--speculation=off", "--schedule", str(schedule), "--output", str(output)
+    with serving(FakeGeneration(most_tokens=4)) as address:
+        assert run_bench(address, *options) == 0
+    (run,) = json.loads(output.read_text())["runs"]
+    assert (run["requests"], run["ended_by_context"], run["tokens"]) == (3, 2, 12)
+    assert "warning: 2 of 3 outputs ended before" in capsys.readouterr().err
+
+
 def test_a_process_that_dies_ends_the_measurement(address: str) -> None:
     with ClientProcesses(address, 2) as clients, pytest.raises(InternalError, match="process"):
         for process in multiprocessing.active_children():
