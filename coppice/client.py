@@ -120,8 +120,9 @@ class _Connection:
         Args:
             address: HOST:PORT of the orchestrator.
             max_retries: How often in a row, without a token, a request is sent again when the
-                server is UNAVAILABLE. A server without room is asked again when it says; 0: neither
-                is done.
+                server is UNAVAILABLE; one that was being served is sent again for
+                `coppice.retries.RESUME_BUDGET_S`, if that is longer. A server without room is asked
+                again when it says; 0: nothing is sent again.
             token: What the server knows this client by; "" if it asks for none.
             tls: None: plain text. `Tls()`: the certificate comes from an authority that gRPC
                 trusts.
@@ -351,7 +352,11 @@ class _Transcript:
         self._routed: list[RoutedExperts | None] = []
 
     def next_attempt(self) -> tuple[pb.GenerateRequest, float | None]:
-        """Return the request, going on after what was received, and the time left."""
+        """Return the request, going on after what was received, and the time left.
+
+        Raises: DeadlineExceededError if there is none; gRPC would answer a call without time as it
+            comes.
+        """
         self._num_attempts += 1
         self._request.num_refusals = self.retries.num_refusals
         if self._info is not None:
@@ -362,7 +367,10 @@ class _Transcript:
                 self._request.resume_fingerprint = self._info.model_fingerprint
         if self._deadline is None:
             return self._request, None
-        return self._request, max(0.0, self._deadline - time.monotonic())
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise self._late()
+        return self._request, left_s
 
     def take(self, response: pb.GenerateResponse) -> Iterator[GenerateEvent]:
         """Note the events of a message; yield them unless the user has them already."""
@@ -378,6 +386,7 @@ class _Transcript:
                     self._check_resumed(event)
                     return None
                 self._info = event
+                self.retries.note_progress()
             case TokenDelta():
                 self.retries.note_progress()
                 self._token_ids += event.token_ids
@@ -423,10 +432,7 @@ class _Transcript:
         known = from_rpc_error(call)
         match call.code():
             case grpc.StatusCode.DEADLINE_EXCEEDED:
-                took = "" if self._timeout_s is None else f"; timeout_s is {self._timeout_s:g}"
-                return DeadlineExceededError(
-                    f"the deadline passed after {len(self._token_ids)} new tokens{took}"
-                )
+                return self._late()
             case grpc.StatusCode.CANCELLED if is_closed:
                 return CancelledError(known.message)
             case grpc.StatusCode.CANCELLED:
@@ -434,6 +440,12 @@ class _Transcript:
         if known.reason == "DUPLICATE_REQUEST_ID" and self._num_attempts > 1:
             return UnavailableError("the server still holds the broken stream", reason="RESUMING")
         return known
+
+    def _late(self) -> DeadlineExceededError:
+        took = "" if self._timeout_s is None else f"; timeout_s is {self._timeout_s:g}"
+        return DeadlineExceededError(
+            f"the deadline passed after {len(self._token_ids)} new tokens{took}"
+        )
 
     def completion(self) -> Completion:
         """Return the whole output."""

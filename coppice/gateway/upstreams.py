@@ -60,7 +60,9 @@ class TokenTexts:
             return
         if len(self._known) + len(missing) > _MAX_TOKENS_KNOWN:
             self._known.clear()
-        async for attempt in AsyncRetrying(**Retries(_MAX_RETRIES, None).policy):
+        retries = Retries(_MAX_RETRIES, None)
+        retries.note_progress()  # the orchestrator has sent the ids: it is given time to come back
+        async for attempt in AsyncRetrying(**retries.policy):
             with attempt, _late_as_away():
                 found = await client.detokenize(missing, timeout_s=_LEARN_TIMEOUT_S)
                 self._known.update(zip(missing, found.token_bytes, strict=True))

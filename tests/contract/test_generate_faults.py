@@ -12,7 +12,15 @@ import grpc
 import grpc.aio
 import pytest
 
-from coppice import AsyncClient, Client, Completion, FinishInfo, PromptInfo, TokenDelta
+from coppice import (
+    AsyncClient,
+    Client,
+    Completion,
+    DeadlineExceededError,
+    FinishInfo,
+    PromptInfo,
+    TokenDelta,
+)
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
 from shared.errors import StaleStateError, UnavailableError
@@ -592,3 +600,85 @@ async def test_the_client_itself_compares_what_goes_on_with_what_began(
     finally:
         await server.stop(None)
     assert service.requests[1].resume_fingerprint == ("a" if num_tokens else "")
+
+
+class Away(pb_grpc.GenerationServiceServicer):
+    """A server that breaks its first stream off, and is away for a number of attempts after it.
+
+    Args:
+        begins: The first attempt is told that it is served, and gets a token.
+    """
+
+    def __init__(self, num_away: int, *, begins: bool) -> None:
+        self.num_requests = 0
+        self._num_away = num_away
+        self._begins = begins
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> Any:
+        self.num_requests += 1
+        if self.num_requests == 1 and self._begins:
+            yield pb.GenerateResponse(prompt_info=pb.PromptInfo(seed=5))
+            yield pb.GenerateResponse(delta=pb.TokenDelta(token_ids=[7]))
+        if self.num_requests <= 1 + self._num_away:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server ends")
+        yield pb.GenerateResponse(prompt_info=pb.PromptInfo(seed=5))
+        yield pb.GenerateResponse(
+            finish=pb.FinishInfo(reason=pb.FINISH_REASON_LENGTH, usage=pb.Usage())
+        )
+
+
+@pytest.mark.parametrize(
+    ("max_retries", "begins", "budget_s", "num_requests"),
+    [
+        (2, True, 3600.0, 22),  # resumed until the server is back
+        (2, True, 0.0, 3),
+        (2, False, 3600.0, 3),  # nobody served it yet
+        (0, True, 3600.0, 1),
+        (30, True, 0.0, 22),
+    ],
+)
+async def test_a_stream_that_was_served_is_resumed_for_a_time_and_not_a_number_of_times(
+    max_retries: int,
+    budget_s: float,
+    num_requests: int,
+    *,
+    begins: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A killed orchestrator's successor takes longer than a few retries."""
+    monkeypatch.setattr("coppice.retries.RESUME_BUDGET_S", budget_s)
+    monkeypatch.setattr("coppice.retries._MOST_WAIT_S", 0.0)
+    monkeypatch.setattr("coppice.retries._JITTER_S", 0.0)
+    service = Away(20, begins=begins)
+    server = grpc.aio.server()
+    pb_grpc.add_GenerationServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with AsyncClient(f"127.0.0.1:{port}", max_retries=max_retries) as client:
+            if num_requests == 22:
+                assert (await client.generate(token_ids=PROMPT)).token_ids == (7,)
+            else:
+                with pytest.raises(UnavailableError):
+                    await client.generate(token_ids=PROMPT)
+    finally:
+        await server.stop(None)
+    assert service.num_requests == num_requests
+
+
+async def test_the_deadline_ends_a_stream_that_cannot_be_resumed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long the next wait would be."""
+    monkeypatch.setattr("coppice.retries._FIRST_WAIT_S", 3600.0)
+    monkeypatch.setattr("coppice.retries._MOST_WAIT_S", 3600.0)
+    server = grpc.aio.server()
+    pb_grpc.add_GenerationServiceServicer_to_server(Away(20, begins=True), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
+            with pytest.raises(DeadlineExceededError):
+                await asyncio.wait_for(client.generate(token_ids=PROMPT, timeout_s=2.0), 600)
+    finally:
+        await server.stop(None)
