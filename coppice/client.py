@@ -30,7 +30,13 @@ from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
 from shared.access.tls import Tls
 from shared.access.tokens import bearer
-from shared.errors import CoppiceError, InternalError, StaleStateError, UnavailableError
+from shared.errors import (
+    CoppiceError,
+    InternalError,
+    StaleStateError,
+    StatusCode,
+    UnavailableError,
+)
 from shared.messages import (
     FinishInfo,
     FinishReason,
@@ -55,14 +61,14 @@ _MAX_RETRIES = 5
 class DeadlineExceededError(CoppiceError, TimeoutError):
     """The request took longer than `timeout_s`."""
 
-    code = grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[assignment]
+    code = StatusCode.DEADLINE_EXCEEDED
     default_reason = "DEADLINE_EXCEEDED"
 
 
 class CancelledError(CoppiceError):
     """The request was cancelled."""
 
-    code = grpc.StatusCode.CANCELLED  # type: ignore[assignment]
+    code = StatusCode.CANCELLED
     default_reason = "CANCELLED"
 
 

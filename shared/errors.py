@@ -27,7 +27,9 @@ EXIT_CONFIG = 2
 class StatusCode(enum.IntEnum):
     """google.rpc.Code values that Coppice uses."""
 
+    CANCELLED = 1
     INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9

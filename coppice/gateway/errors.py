@@ -8,25 +8,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import CoppiceError, ResourceExhaustedError
+from shared.errors import CoppiceError, ResourceExhaustedError, StatusCode
 
 CLIENT_CLOSED = 499
 _BAD_REQUEST = 400
 _MIN_SERVER_ERROR = 500
 _MAX_SHOWN_CHARS = 100
 
-# By the number of the google.rpc.Code: gRPC's own codes are no member of shared.errors.StatusCode.
 _STATUS_OF_CODE = {
-    1: CLIENT_CLOSED,
-    3: _BAD_REQUEST,
-    4: 504,
-    5: 404,
-    8: 429,
-    9: _BAD_REQUEST,
-    10: 409,
-    13: 500,
-    14: 503,
-    16: 401,
+    StatusCode.CANCELLED: CLIENT_CLOSED,
+    StatusCode.INVALID_ARGUMENT: _BAD_REQUEST,
+    StatusCode.DEADLINE_EXCEEDED: 504,
+    StatusCode.NOT_FOUND: 404,
+    StatusCode.RESOURCE_EXHAUSTED: 429,
+    StatusCode.FAILED_PRECONDITION: _BAD_REQUEST,
+    StatusCode.ABORTED: 409,
+    StatusCode.INTERNAL: 500,
+    StatusCode.UNAVAILABLE: 503,
+    StatusCode.UNAUTHENTICATED: 401,
 }
 _TYPES = {
     401: "authentication_error",
@@ -135,7 +134,7 @@ def model_not_found(name: str) -> ApiError:
 
 def api_error(error: CoppiceError) -> ApiError:
     """Return what a client is told of an error of the orchestrator or of the gateway."""
-    status = _STATUS_OF_REASON.get(error.reason) or _STATUS_OF_CODE.get(_number(error.code), 500)
+    status = _STATUS_OF_REASON.get(error.reason) or _STATUS_OF_CODE[error.code]
     kind = "server_error" if status >= _MIN_SERVER_ERROR else "invalid_request_error"
     param = _param(error.field) if error.field else None
     return ApiError(
@@ -157,12 +156,6 @@ def _retry_headers(error: CoppiceError, status: int) -> dict[str, str]:
         }
     is_final = error.reason in _FINAL_REASONS or isinstance(error, ResourceExhaustedError)
     return {"x-should-retry": "false"} if is_final else {}
-
-
-def _number(code: Any) -> int:
-    """Return the number of a shared.errors.StatusCode or of a grpc.StatusCode."""
-    value = code.value
-    return int(value[0] if isinstance(value, tuple) else value)
 
 
 def _param(field: str) -> str:

@@ -30,6 +30,7 @@ from coppice import (
 )
 from coppice.v1 import generation_pb2 as pb
 from coppice.v1 import generation_pb2_grpc as pb_grpc
+from shared.errors import StatusCode
 from shared.messages import AcceptedPath
 from tests.contract.serving import Serving, drafted, freed, serving, write_model
 from tests.fakes import (
@@ -315,7 +316,7 @@ async def test_a_deadline_frees_both_workers(model: Path) -> None:
     ):
         with pytest.raises(DeadlineExceededError) as caught:
             await client.generate(token_ids=PROMPT, max_new_tokens=4000, timeout_s=0.3)
-        assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert caught.value.code is StatusCode.DEADLINE_EXCEEDED
         assert isinstance(caught.value, TimeoutError)
         await freed(target, draft)
         target.handle.pause()

@@ -9,11 +9,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from coppice.client import AsyncClient
+from coppice.client import AsyncClient, CancelledError, DeadlineExceededError
 from coppice.gateway.errors import api_error
 from coppice.gateway.upstreams import TokenTexts
 from coppice.model import TokenText
-from shared.errors import CoppiceError, InternalError, UnavailableError
+from shared.errors import CoppiceError, InternalError, StatusCode, UnavailableError
 from shared.rpc.status import from_rpc_error
 
 # As google.rpc.Code says it, but for what OpenAI's API calls otherwise.
@@ -44,6 +44,22 @@ def test_a_status_of_grpc_is_one_of_http(name: str, status: int) -> None:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
     usual = "server_error" if status >= 500 else "invalid_request_error"
     assert error.kind == {**kinds, 429: "rate_limit_error"}.get(status, usual)
+
+
+@pytest.mark.parametrize("name", [code.name for code in StatusCode])
+def test_every_code_of_ours_is_one_of_grpc_with_a_status_of_http(name: str) -> None:
+    """Whatever the reason."""
+    error = CoppiceError("x", reason="OTHER")
+    error.code = StatusCode[name]
+    assert error.code == grpc.StatusCode[name].value[0]
+    assert api_error(error).status == STATUSES[name]
+
+
+@pytest.mark.parametrize("kind", [DeadlineExceededError, CancelledError])
+def test_what_the_client_says_itself_has_a_code_of_ours(kind: type[CoppiceError]) -> None:
+    error = kind("x")
+    assert error.code is StatusCode[error.reason]
+    assert api_error(error).status == STATUSES[error.reason]
 
 
 class Speller:
