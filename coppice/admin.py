@@ -26,8 +26,8 @@ class AdminClient:
     """
 
     def __init__(self, address: str, *, credentials: Credentials = NO_CREDENTIALS) -> None:
-        self._channel = open_blocking_channel(address, tls=credentials.tls)
         self._metadata = credentials.metadata
+        self._channel = open_blocking_channel(address, tls=credentials.tls)
         self._stub = pb_grpc.AdminServiceStub(self._channel)
 
     def call(self, method: str, **fields: Any) -> Any:

@@ -132,10 +132,11 @@ class _Connection:
             token: What the server knows this client by; "" if it asks for none.
             tls: None: plain text. `Tls()`: the certificate comes from an authority that gRPC
                 trusts.
-        Raises: ConfigError if files of `tls` cannot be read.
+        Raises: ConfigError if files of `tls` cannot be read, InvalidArgumentError for a token with
+            characters that no token has.
         """
-        self._channel = self._open_channel(address, tls=tls)
         self._metadata = bearer(token)
+        self._channel = self._open_channel(address, tls=tls)
         self._stub: Any = pb_grpc.GenerationServiceStub(self._channel)
         self._max_retries = max_retries
         self._is_closed = threading.Event()  # shared with copies, as the channel is

@@ -22,7 +22,7 @@ class Credentials:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the metadata of every call."""
+        """Return the metadata of every call. Raises: InvalidArgumentError for an odd token."""
         return bearer(self.token)
 
 

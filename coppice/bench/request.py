@@ -74,8 +74,8 @@ class TimedClient:
     """
 
     def __init__(self, address: str, *, credentials: Credentials = NO_CREDENTIALS) -> None:
-        self._channel = open_channel(address, tls=credentials.tls)
         self._metadata = credentials.metadata
+        self._channel = open_channel(address, tls=credentials.tls)
         self._generate: Any = self._channel.unary_stream(
             _GENERATE, response_deserializer=pb.GenerateResponse.FromString
         )

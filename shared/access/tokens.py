@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, field
 
 from shared.access.watched_file import WatchedFiles, read_text_file
-from shared.errors import ConfigError, UnauthenticatedError
+from shared.errors import ConfigError, InvalidArgumentError, UnauthenticatedError
 
 SCHEME = "Bearer"
 MIN_TOKEN_CHARS = 16
@@ -105,7 +105,17 @@ def read_tokens(path: str, *, option: str) -> tuple[Token, ...]:
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of a client's call; "": it has no token."""
+    """Return the metadata of a client's call; "": it has no token.
+
+    Args:
+        token: White space around it, as a file's last newline, is left out.
+    Raises: InvalidArgumentError for what metadata does not hold; the token is not said.
+    """
+    token = token.strip()
+    if not (token.isascii() and token.isprintable()):
+        raise InvalidArgumentError(
+            "a token has printable ASCII characters only, and no line break in it", field="token"
+        )
     return (("authorization", f"{SCHEME} {token}"),) if token else ()
 
 

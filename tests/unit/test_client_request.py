@@ -1,4 +1,4 @@
-"""What the client says of a prompt before it sends a request."""
+"""What the client says of a request before it sends it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from coppice import Client
+from coppice.credentials import Credentials
 from coppice.request import build_request
+from shared.access.tokens import bearer
 from shared.errors import InvalidArgumentError
 
 
@@ -26,3 +29,18 @@ def test_a_prompt_is_text_or_ids(prompt: Any, options: Any, says: str) -> None:
     assert caught.value.field == "prompt"
     assert build_request("a", {}).text == "a"
     assert list(build_request(None, {"token_ids": [1, 2]}).token_ids.ids) == [1, 2]
+
+
+def test_white_space_around_a_token_is_left_out() -> None:
+    """As of a file that was read whole."""
+    assert bearer(" a-token\r\n") == bearer("a-token") == (("authorization", "Bearer a-token"),)
+    assert bearer("\n") == bearer("") == ()
+
+
+@pytest.mark.parametrize("token", ["one\ntwo", "tökén", "a\x00b", "a\tb"])
+def test_a_token_that_no_metadata_holds_is_refused_and_not_repeated(token: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="printable ASCII") as caught:
+        Client("127.0.0.1:1", token=token)
+    assert caught.value.field == "token" and token not in str(caught.value)
+    with pytest.raises(InvalidArgumentError):
+        _ = Credentials(token=token).metadata
