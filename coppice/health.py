@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -36,7 +37,7 @@ class HealthProbe:
 
 
 def can_connect(address: str, *, timeout_s: float, tls: Tls | None = None) -> bool:
-    """Return whether something listens at an address; False as soon as every try was refused."""
+    """Return whether a gRPC server answers at an address; False as soon as every try has failed."""
     found: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def on_change(state: grpc.ChannelConnectivity) -> None:
@@ -49,3 +50,13 @@ def can_connect(address: str, *, timeout_s: float, tls: Tls | None = None) -> bo
             return found.get(timeout=timeout_s)
         except queue.Empty:  # no answer at all, as behind a firewall
             return False
+
+
+def is_listening(address: str, *, timeout_s: float) -> bool:
+    """Return whether anything takes connections at HOST:PORT, whatever it speaks."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    except (OSError, ValueError):  # who writes a path or no port has gRPC's own ways to say where
+        return False
+    return True

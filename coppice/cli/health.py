@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from coppice.cli.options import add_tls_options, tls_of
+from coppice.cli.options import add_tls_options, check_address, other_speech, tls_of
 from coppice.health import HealthProbe
 
 
@@ -25,13 +25,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the status; 0 if SERVING, else 1."""
-    with HealthProbe(arguments.address, tls=tls_of(arguments)) as probe:
+    """Print the status; 0 if SERVING, else 1. Raises: ConfigError for an address that is none."""
+    check_address(arguments.address, "HOST:PORT")
+    tls = tls_of(arguments)
+    with HealthProbe(arguments.address, tls=tls) as probe:
         status = probe.status(arguments.service, timeout_s=arguments.timeout_s)
     sys.stdout.write(status + "\n")
     if status == "UNREACHABLE":
+        what = other_speech(arguments.address, tls)
+        hint = "; of a gateway name its --health-port, or ask GET /health of its HTTP port"
         sys.stderr.write(
-            f"coppice: nothing at {arguments.address} answers grpc.health.v1; of a gateway name "
-            "its --health-port, or ask GET /health of its HTTP port\n"
+            f"coppice: {what + hint if what else f'nothing listens at {arguments.address}'}\n"
         )
     return 0 if status == "SERVING" else 1

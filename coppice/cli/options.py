@@ -33,7 +33,8 @@ ADMIN_TOKEN_VARIABLE = ENV_PREFIX + "ADMIN_TOKEN"
 ADMIN_VARIABLE = ENV_PREFIX + "ADMIN"
 DEFAULT_ADMIN = "localhost:51051"
 CONNECT_TIMEOUT_S = 15.0  # who refuses does so at once; a busy server may take seconds
-_TLS_HINT = "; or its TLS is not what --tls-... expect"
+_TCP_TIMEOUT_S = 3.0  # the kernel answers, however busy the server is
+_MAX_PORT = 65535
 SECTIONS = ("up", "orchestrator", "target", "draft", "gateway")
 CONFIG_TYPES = (UpConfig, OrchestratorConfig, TargetConfig, DraftConfig, GatewayConfig)
 
@@ -88,16 +89,19 @@ def add_admin_option(parser: argparse.ArgumentParser) -> None:
 def open_admin(arguments: argparse.Namespace) -> AdminClient:
     """Return a client of the operators' port.
 
-    Raises: UnavailableError, if nothing listens there, that says where that may be.
+    Raises: UnavailableError, if nobody serves operators there, that says where that may be,
+        ConfigError for an address that is none.
     """
     from coppice.admin import AdminClient
     from coppice.health import can_connect
 
+    check_address(arguments.address, "--address")
     credentials = credentials_of(arguments, variable=ADMIN_TOKEN_VARIABLE)
     if not can_connect(arguments.address, timeout_s=CONNECT_TIMEOUT_S, tls=credentials.tls):
+        what = other_speech(arguments.address, credentials.tls)
         raise UnavailableError(
-            f"nobody serves operators at {arguments.address}; name the --admin-port of an "
-            "orchestrator of this machine, which is 1000 above its --port"
+            f"{what or f'nobody serves operators at {arguments.address}'}; name the --admin-port "
+            "of an orchestrator of this machine, which is 1000 above its --port"
         )
     return AdminClient(arguments.address, credentials=credentials)
 
@@ -162,16 +166,54 @@ def credentials_of(arguments: argparse.Namespace, *, variable: str = TOKEN_VARIA
 
 
 def require_server(address: str, credentials: Credentials) -> None:
-    """Raise unless something listens at an address; said at once, where a request would retry.
+    """Raise unless a server answers at an address; said at once, where a request would retry.
 
-    Raises: UnavailableError that says what to start.
+    Raises: UnavailableError that says what to start or to name, ConfigError for an address that is
+        none.
     """
     from coppice.health import can_connect
 
-    if not can_connect(address, timeout_s=CONNECT_TIMEOUT_S, tls=credentials.tls):
+    check_address(address, "--server")
+    if can_connect(address, timeout_s=CONNECT_TIMEOUT_S, tls=credentials.tls):
+        return
+    if what := other_speech(address, credentials.tls):
         raise UnavailableError(
-            f"no server listens at {address}; start one with `coppice up`, or name another one "
-            f"with --server HOST:PORT{_TLS_HINT if credentials.tls else ''}"
+            f"{what}; of a gateway name its orchestrator's --port (default: 50051)"
+        )
+    raise UnavailableError(
+        f"no server listens at {address}; start one with `coppice up`, or name another one "
+        "with --server HOST:PORT"
+    )
+
+
+def other_speech(address: str, tls: Tls | None) -> str:
+    """Return what is wrong where something listens and gRPC is not answered; "": nothing listens.
+
+    Args:
+        tls: With which gRPC was tried; None: in plain text.
+    """
+    from coppice.health import is_listening
+
+    if not is_listening(address, timeout_s=_TCP_TIMEOUT_S):
+        return ""
+    if tls is None:
+        return (
+            f"something listens at {address}, but answers no plain gRPC: a server with TLS "
+            "(--tls-ca-file), one of HTTP, or one that hangs"
+        )
+    return f"something listens at {address}, but answers no gRPC with the TLS that --tls-... expect"
+
+
+def check_address(address: str, name: str) -> None:
+    """Refuse a port that is none, which gRPC would look up as a name.
+
+    Raises: ConfigError.
+    """
+    _, colon, port = address.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) <= _MAX_PORT
+    if colon and not is_port and not address.startswith("unix"):
+        raise ConfigError(
+            f"{name} is {address!r}, expected HOST:PORT with a port of 1 to {_MAX_PORT}"
         )
 
 

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coppice import AsyncClient, Client, Tls, UnavailableError
-from coppice.health import HealthProbe, can_connect
+from coppice.health import HealthProbe, can_connect, is_listening
 from shared.config import DraftConfig, OrchestratorConfig, TargetConfig
 from shared.errors import ConfigError
 from shared.rpc.channel import open_channel
@@ -135,7 +135,7 @@ async def test_a_client_does_not_talk_to_a_server_that_is_not_the_right_one(
 async def test_a_blocking_client_and_probes_talk_tls(model: Path, authority: Authority) -> None:
     tls = Tls(ca_file=authority.file)
 
-    def talk(address: str) -> tuple[int, str, bool, bool]:
+    def talk(address: str) -> tuple[int, str, bool, bool, bool]:
         with Client(address, tls=tls) as client, HealthProbe(address, tls=tls) as probe:
             whole = client.generate(token_ids=[1, 2], max_new_tokens=3)
             return (
@@ -143,11 +143,12 @@ async def test_a_blocking_client_and_probes_talk_tls(model: Path, authority: Aut
                 probe.status(ORCHESTRATOR_SERVICE),
                 can_connect(address, timeout_s=5.0, tls=tls),
                 can_connect(address, timeout_s=5.0),
+                is_listening(address, timeout_s=60.0),
             )
 
     async with front_with(model, **listening(authority.issue("front", hosts=HOSTS))) as server:
         said = await asyncio.to_thread(talk, server.address)
-    assert said == (3, "SERVING", True, False)
+    assert said == (3, "SERVING", True, False, True)
 
 
 async def test_certificates_are_read_again_when_they_change(

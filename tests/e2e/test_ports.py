@@ -104,7 +104,7 @@ def test_the_commands_talk_tls_and_show_a_token(secured: Secured, tmp_path: Path
     refused = coppice("generate", *prompt, *server, *tls)
     assert refused.returncode == 1 and "UNAUTHENTICATED NO_IDENTITY" in refused.stderr
     plain = coppice("generate", *prompt, *server, COPPICE_TOKEN=TOKEN)
-    assert plain.returncode == 1 and "no server listens" in plain.stderr
+    assert plain.returncode == 1 and "but answers no plain gRPC" in plain.stderr
     health = ("health", secured.server.address, "--service", ORCHESTRATOR_SERVICE, *PATIENT)
     assert coppice(*health, *tls).stdout == "SERVING\n"
     bench = ("--concurrency=1", "--new-tokens=4", "--repeat=1", "--speculation=auto")

@@ -8,7 +8,9 @@ import io
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -137,6 +139,10 @@ def test_unknown_arguments_are_refused(
         (["generate", "hi", "--tls", "--tls-cert-file", "a"], "needs both its file and that of"),
         (["bench", "--tls-ca-file", "/none"], "/none holds no certificates (PEM)"),
         (["health", "a:1", "--tls-server-name", "b"], "with --tls or --tls-ca-file only"),
+        (["generate", "x", "--server", "a:b"], "--server is 'a:b', expected HOST:PORT"),
+        (["bench", "--server", "a:65536"], "--server is 'a:65536', expected HOST:PORT"),
+        (["admin", "workers", "--address", "a:"], "--address is 'a:', expected HOST:PORT"),
+        (["health", "a:0"], "HOST:PORT is 'a:0', expected HOST:PORT"),
         (["generate", "x", "--max-new-tokens", "-1"], "--max-new-tokens is -1, expected 1 or more"),
         (
             ["generate", "x", "--no-speculation", "--show-tree"],
@@ -174,6 +180,47 @@ def test_without_a_server_it_says_at_once_what_to_start(
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert f"no server listens at 127.0.0.1:{port}; start one with `coppice up`" in err
+
+
+class QuietHandler(BaseHTTPRequestHandler):
+    """Refuses all there is, and logs nothing."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def web_server() -> Iterator[str]:
+    """Yield HOST:PORT of a server that speaks HTTP and no gRPC."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), QuietHandler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "hint"),
+    [
+        (["generate", "hi"], "--server", "name its orchestrator's --port"),
+        (["bench"], "--server", "name its orchestrator's --port"),
+        (["admin", "workers"], "--address", "name the --admin-port"),
+    ],
+)
+def test_who_speaks_no_grpc_is_told_from_nobody(
+    command: list[str],
+    option: str,
+    hint: str,
+    web_server: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The port of a gateway, or of a server with TLS: something does listen there."""
+    assert main([*command, option, web_server]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert f"something listens at {web_server}, but answers no plain gRPC" in err
+    assert "--tls-ca-file" in err and hint in err
 
 
 # --- up ---
@@ -626,7 +673,16 @@ def test_health_of_a_real_server(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     said = printed.out.split()
     assert said == ["SERVING", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN", "UNREACHABLE"]
-    assert f"nothing at {address} answers grpc.health.v1" in printed.err
+    assert f"nothing listens at {address}" in printed.err
+
+
+def test_health_of_a_gateways_http_port_says_where_to_ask(
+    web_server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["health", web_server]) == 1
+    out, err = capsys.readouterr()
+    assert out == "UNREACHABLE\n" and err.count("\n") == 1
+    assert f"something listens at {web_server}" in err and "--health-port" in err
 
 
 class Draftless(FakeGeneration):
