@@ -11,7 +11,7 @@ from coppice.credentials import NO_CREDENTIALS, Credentials
 from coppice.v1 import admin_pb2 as pb
 from coppice.v1 import admin_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_blocking_channel
-from shared.rpc.status import from_rpc_error
+from shared.rpc.status import ADMIN_PORT, from_rpc_error
 
 _TIMEOUT_S = 150.0
 _POLL_INTERVAL_S = 0.2
@@ -39,7 +39,7 @@ class AdminClient:
         try:
             return getattr(self._stub, method)(request, timeout=_TIMEOUT_S, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise from_rpc_error(cast(grpc.Call, error)) from None
+            raise from_rpc_error(cast(grpc.Call, error), port=ADMIN_PORT) from None
 
     def wait_drained(self, worker: str) -> None:
         """Wait until a worker holds no request, as far as it has said so, or is gone."""

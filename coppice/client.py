@@ -52,7 +52,7 @@ from shared.messages import (
 from shared.messages.batches import unpack_events
 from shared.messages.routed_experts import join_routed
 from shared.rpc.channel import open_blocking_channel, open_channel
-from shared.rpc.status import from_rpc_error
+from shared.rpc.status import CLIENT_PORT, from_rpc_error
 
 DEFAULT_ADDRESS = "localhost:50051"
 _MAX_RETRIES = 5
@@ -77,7 +77,7 @@ def _error_of(call: grpc.Call, timeout_s: float | None) -> CoppiceError:
     if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         took = "in time" if timeout_s is None else f"in timeout_s = {timeout_s:g}"
         return DeadlineExceededError(f"the server has not answered {took}")
-    return from_rpc_error(call)
+    return from_rpc_error(call, port=CLIENT_PORT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,7 +436,7 @@ class _Transcript:
             is_closed: The client is; else it is a server that stops who cancels calls.
         """
         call = cast(grpc.Call, error)  # an error of a call has the call's status
-        known = from_rpc_error(call)
+        known = from_rpc_error(call, port=CLIENT_PORT)
         match call.code():
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return self._late()

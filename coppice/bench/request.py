@@ -21,7 +21,7 @@ from shared.errors import InternalError
 from shared.messages import FinishInfo, PromptInfo
 from shared.messages.batches import unpack_events
 from shared.rpc.channel import open_channel
-from shared.rpc.status import from_rpc_error
+from shared.rpc.status import CLIENT_PORT, from_rpc_error
 
 _GENERATE = "/coppice.v1.GenerationService/Generate"
 
@@ -101,7 +101,7 @@ class TimedClient:
                     token_ids.extend(new)
                     arrivals.append((now - sent_s, len(new)))
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            raise from_rpc_error(error, port=CLIENT_PORT) from None
         finally:
             call.cancel()
         elapsed_s = time.monotonic() - sent_s

@@ -33,6 +33,8 @@ from shared.messages import RequestFailure
 
 DOMAIN = "coppice"
 MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"
+CLIENT_PORT = "orchestrator's client port (--port, default: 50051)"
+ADMIN_PORT = "orchestrator's operators' port (--admin-port, default: 51051)"
 
 # Room for the other trailers below gRPC's default limit of 8 KiB.
 _MAX_MESSAGE_CHARS = 2000
@@ -81,10 +83,20 @@ async def abort(context: grpc.aio.ServicerContext, error: CoppiceError) -> NoRet
     raise AssertionError("abort_with_status returned")
 
 
-def from_rpc_error(error: grpc.Call | grpc.aio.AioRpcError) -> CoppiceError:
-    """Convert a failed call back; codes that Coppice does not send keep their name as reason."""
+def from_rpc_error(error: grpc.Call | grpc.aio.AioRpcError, *, port: str = "") -> CoppiceError:
+    """Convert a failed call back; codes that Coppice does not send keep their name as reason.
+
+    Args:
+        port: What was dialled, such as CLIENT_PORT; said where a server has no such method.
+    """
     code = int(error.code().value[0])
     message = error.details() or error.code().name
+    if port and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return InternalError(
+            f"what answers there has no such method ({message}): it is no {port}, or one of an "
+            "older release",
+            reason="UNIMPLEMENTED",
+        )
     reason, field, retry_after_s = "", "", 0.0
     for detail in _details_of(error):
         if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):

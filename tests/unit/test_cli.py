@@ -223,6 +223,30 @@ def test_who_speaks_no_grpc_is_told_from_nobody(
     assert "--tls-ca-file" in err and hint in err
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "port"),
+    [
+        (["generate", "hi"], "--server", "client port (--port, default: 50051)"),
+        (["bench", "--concurrency=1"], "--server", "client port (--port, default: 50051)"),
+        (["admin", "workers"], "--address", "operators' port (--admin-port, default: 51051)"),
+    ],
+)
+def test_another_port_of_grpc_is_told_from_a_bug(
+    command: list[str], option: str, port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a worker's."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        assert main([*command, option, address]) == 1
+    finally:
+        server.stop(None).wait()
+    err = capsys.readouterr().err
+    assert "UNIMPLEMENTED: what answers there has no such method" in err
+    assert f"it is no orchestrator's {port}" in err
+
+
 # --- up ---
 
 
