@@ -147,6 +147,13 @@ def build_request(prompt: str | None, options: RequestOptions) -> pb.GenerateReq
     if not isinstance(prompt, str | None):
         raise InvalidArgumentError("a prompt is a str; ids are token_ids=[..]", field="prompt")
 
+    try:
+        mode = _MODES[options.get("speculation")]
+    except (KeyError, TypeError):
+        raise InvalidArgumentError(
+            "speculation must be None, True or False", field="speculation"
+        ) from None
+
     def given(names: Sequence[str]) -> dict[str, object]:
         return {name: options[name] for name in names if options.get(name) is not None}  # type: ignore[literal-required]
 
@@ -157,7 +164,7 @@ def build_request(prompt: str | None, options: RequestOptions) -> pb.GenerateReq
             sampling=pb.SamplingParams(**given(_SAMPLING)),  # type: ignore[arg-type]
             stopping=pb.StoppingCriteria(**given(_STOPPING)),  # type: ignore[arg-type]
             speculation=pb.SpeculationOptions(
-                mode=_MODES[options.get("speculation")],
+                mode=mode,
                 **given(_SHAPE),  # type: ignore[arg-type]
             ),
             output=pb.OutputOptions(**given(_OUTPUT)),  # type: ignore[arg-type]

@@ -44,3 +44,10 @@ def test_a_token_that_no_metadata_holds_is_refused_and_not_repeated(token: str) 
     assert caught.value.field == "token" and token not in str(caught.value)
     with pytest.raises(InvalidArgumentError):
         _ = Credentials(token=token).metadata
+
+
+@pytest.mark.parametrize("value", ["on", 2, [True]])
+def test_speculation_is_one_of_three(value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="must be None, True or False") as caught:
+        build_request("a", {"speculation": value})
+    assert caught.value.field == "speculation"
