@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
+
+from google.protobuf.descriptor import FieldDescriptor
 
 from coppice.structured_output import structured_output
 from coppice.v1 import generation_pb2 as pb
@@ -130,6 +133,25 @@ _MODES = {
     True: pb.SPECULATION_MODE_ON,
 }
 
+_MISFITS = (TypeError, ValueError, OverflowError)
+# (path of the field, message, keyword -> its name there)
+_PARTS: tuple[tuple[str, Any, Mapping[str, str]], ...] = (
+    ("", pb.GenerateRequest, {"prompt": "text", **{name: name for name in _REQUEST}}),
+    ("", pb.TokenIds, {"token_ids": "ids", "resume_token_ids": "ids"}),
+    ("sampling.", pb.SamplingParams, {name: name for name in _SAMPLING}),
+    ("stopping.", pb.StoppingCriteria, {name: name for name in _STOPPING}),
+    ("speculation.", pb.SpeculationOptions, {name: name for name in _SHAPE}),
+    ("output.", pb.OutputOptions, {name: name for name in _OUTPUT}),
+)
+_EXPECTED = {
+    FieldDescriptor.CPPTYPE_INT32: "a whole number of -2^31 to 2^31 - 1",
+    FieldDescriptor.CPPTYPE_UINT64: "a whole number of 0 to 2^64 - 1",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_STRING: "a text that UTF-8 can hold",
+    FieldDescriptor.CPPTYPE_MESSAGE: "a token id -> a number",  # logit_bias
+}
+
 
 def build_request(prompt: str | None, options: RequestOptions) -> pb.GenerateRequest:
     """Build the message of a request.
@@ -172,8 +194,28 @@ def build_request(prompt: str | None, options: RequestOptions) -> pb.GenerateReq
             resume_token_ids=pb.TokenIds(ids=options.get("resume_token_ids", ())),
             **given(_REQUEST),  # type: ignore[arg-type]
         )
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"a value does not fit the request: {error}") from error
+    except _MISFITS as error:
+        raise _misfit({**options, "prompt": prompt}) or InvalidArgumentError(
+            f"a value does not fit the request: {error}"
+        ) from error
+
+
+def _misfit(values: Mapping[str, Any]) -> InvalidArgumentError | None:
+    """Return the error of the first value that its field cannot hold, if one is to blame."""
+    for prefix, kind, names in _PARTS:
+        for name, field_name in names.items():
+            field = kind.DESCRIPTOR.fields_by_name[field_name]
+            value = values.get(name)
+            try:
+                kind(**{field_name: value})
+            except _MISFITS:
+                expected = _EXPECTED[field.cpp_type]
+                return InvalidArgumentError(
+                    f"{name} is {reprlib.repr(value)}, expected "
+                    f"{'several, each ' if field.is_repeated else ''}{expected}",
+                    field=prefix + name,
+                )
+    return None
 
 
 def tokenize_request(text: str, *, add_special_tokens: bool) -> pb.TokenizeRequest:
