@@ -142,6 +142,11 @@ class _Connection:
         self._is_closed = threading.Event()  # shared with copies, as the channel is
         self._retry_options: dict[str, Any] = {}
 
+    def _require_open(self) -> None:
+        """Raise CancelledError once the client is closed; gRPC's own errors are of two kinds."""
+        if self._is_closed.is_set():
+            raise CancelledError("this client is closed; open another one")
+
     def _transcript(self, prompt: str | None, options: RequestOptions) -> _Transcript:
         return _Transcript(prompt, options, self._max_retries, **self._retry_options)
 
@@ -198,7 +203,7 @@ class Client(_Connection):
         return TokenText.of(reply)
 
     def close(self) -> None:
-        """Close the connection; running requests are cancelled."""
+        """Close the connection; running requests, and later ones, are cancelled."""
         self._is_closed.set()
         self._channel.close()
 
@@ -209,6 +214,7 @@ class Client(_Connection):
         self.close()
 
     def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        self._require_open()
         try:
             return method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
@@ -217,6 +223,7 @@ class Client(_Connection):
     def _stream(self, transcript: _Transcript) -> Generator[GenerateEvent, None, None]:
         for attempt in Retrying(**transcript.retries.policy):
             with attempt:
+                self._require_open()
                 request, timeout_s = transcript.next_attempt()
                 call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
                 try:
@@ -301,7 +308,7 @@ class AsyncClient(_Connection):
         return other
 
     async def close(self) -> None:
-        """Close the connection; running requests are cancelled."""
+        """Close the connection; running requests, and later ones, are cancelled."""
         self._is_closed.set()
         await self._channel.close()
 
@@ -312,6 +319,7 @@ class AsyncClient(_Connection):
         await self.close()
 
     async def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        self._require_open()
         try:
             return await method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
@@ -320,6 +328,7 @@ class AsyncClient(_Connection):
     async def _stream(self, transcript: _Transcript) -> AsyncGenerator[GenerateEvent, None]:
         async for attempt in AsyncRetrying(**transcript.retries.policy):
             with attempt:
+                self._require_open()
                 request, timeout_s = transcript.next_attempt()
                 call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
                 try:
