@@ -38,8 +38,10 @@ HANDSHAKE_TIMEOUT_S = 5.0
 # A worker says something every 0.5 s at least, whatever its engine does.
 SILENCE_S = 5.0
 _LOOK_INTERVAL_S = 0.5
-# Token ids per message; keeps a batch of long prompts below the message limit.
-_MAX_MESSAGE_TOKENS = 1_000_000
+# Of the longest fields in one batch, beyond its last message: far below MAX_INTERNAL_MESSAGE_BYTES,
+# as the longest prompt with the largest grammar takes 24 MiB by itself.
+_MAX_BATCH_BYTES = 16 << 20
+_MAX_TOKEN_BYTES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,9 +275,9 @@ class WorkerSession:
     async def take_outgoing(self) -> list[Any]:
         """Wait for queued messages and return them, at most a message's worth."""
         await self._has_outgoing.wait()
-        count = num_tokens = 0
-        while count < len(self._outbox) and num_tokens < _MAX_MESSAGE_TOKENS:
-            num_tokens += len(getattr(self._outbox[count], "token_ids", ()))
+        count = num_bytes = 0
+        while count < len(self._outbox) and num_bytes < _MAX_BATCH_BYTES:
+            num_bytes += _size_of(self._outbox[count])
             count += 1
         taken, self._outbox = self._outbox[:count], self._outbox[count:]
         if not self._outbox:
@@ -331,6 +333,12 @@ class WorkerSession:
         handler = self._handlers.get(request_id)
         if handler is not None:  # else: closed meanwhile
             handler.receive(message)
+
+
+def _size_of(message: Any) -> int:
+    """Return the bytes that the longest fields of a message take at most."""
+    num_tokens = len(getattr(message, "token_ids", ()))
+    return _MAX_TOKEN_BYTES * num_tokens + len(getattr(message, "compiled_grammar", b""))
 
 
 async def shake_hands(

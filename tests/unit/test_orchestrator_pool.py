@@ -15,8 +15,11 @@ from orchestrator.siblings import MAX_WORKERS
 from orchestrator.workers import TARGET, WorkerLost, WorkerSession
 from shared.access.caller import NOBODY
 from shared.errors import ConfigError, UnavailableError
+from shared.grammar.compiler import MAX_COMPILED_BYTES
 from shared.messages import FeatureSpec, WorkerInfo, WorkerLoad
 from shared.messages.batches import Batch
+from shared.rpc.channel import MAX_INTERNAL_MESSAGE_BYTES
+from tests.contract.driver import target_open
 from tests.fakes.in_memory import virtual
 from tests.siblings import some_siblings
 
@@ -552,6 +555,23 @@ async def test_messages_leave_in_batches_and_reach_their_request_only() -> None:
     worker.send(need())
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(worker.take_outgoing(), 1.0)
+
+
+@virtual
+async def test_opens_of_large_grammars_never_make_a_message_that_grpc_refuses() -> None:
+    """As after a reset, when all requests open anew at once: it would break the session again."""
+    worker = target("a")
+    names = [f"r{i}" for i in range(32)]
+    for name in names:
+        message = target_open(name, prompt=(1 << 30,) * 1000)
+        grammar = bytes(MAX_COMPILED_BYTES)
+        worker.send(dataclasses.replace(message, compiled_grammar=grammar))
+    taken: list[str] = []
+    while len(taken) < len(names):
+        batch = await worker.take_outgoing()
+        assert TARGET.pack(batch).ByteSize() < MAX_INTERNAL_MESSAGE_BYTES
+        taken += [message.request_id for message in batch]
+    assert taken == names
 
 
 @pytest.mark.parametrize("value", ["host", "host:", ":1", "host:0", "host:70000", "host:x,b:1"])
