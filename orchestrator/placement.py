@@ -147,6 +147,7 @@ class Placement:
         """Free what the target holds."""
         if self._target is not None:
             self._target.close()
+            self.losses.leave(self._target.worker)
             self._target = None
 
     def end(self) -> None:
