@@ -32,7 +32,7 @@ from orchestrator.workers import WorkerSession
 from shared.config import OrchestratorConfig
 from shared.config.values import shown_values
 from shared.errors import AbortedError, InvalidArgumentError, NotFoundError
-from shared.logs import LEVELS, check_logger, set_level
+from shared.logs import LEVELS, set_level
 from shared.messages import WorkerInfo
 from shared.messages.codec import to_proto
 from shared.rpc.auth import caller_name
@@ -150,7 +150,6 @@ class AdminService(pb_grpc.AdminServiceServicer):
             order = control_pb2.SetWorkerLogLevelRequest(logger=request.logger, level=request.level)
             await call_worker(self._session(request.worker), "SetWorkerLogLevel", order)
         else:
-            check_logger(request.logger)
             set_level(request.logger, request.level)
             await self._ask_others("SetLogLevel", request, context)
         return pb.SetLogLevelResponse()

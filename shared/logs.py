@@ -15,38 +15,13 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Any
 
-from shared.errors import InvalidArgumentError
 from shared.request_ids import parse_worker_id
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
-PACKAGES = ("coppice", "draft_service", "orchestrator", "shared", "target_service")
-_ROOT = Path(__file__).resolve().parents[1]
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-
-def check_logger(name: str) -> None:
-    """Raise InvalidArgumentError if no module could log by this name; "" is the root.
-
-    A module that is not imported here, such as one of an engine, may be so elsewhere.
-    """
-    top = name.partition(".")[0]
-    if not name or name in logging.root.manager.loggerDict:
-        return
-    if top not in PACKAGES and PathFinder.find_spec(top) is not None:
-        return
-    path = _ROOT.joinpath(*name.split("."))
-    if top in PACKAGES and "/" not in name and (path.is_dir() or Path(f"{path}.py").is_file()):
-        return
-    raise InvalidArgumentError(
-        f"logger is {name!r}, which nothing logs by; expected a module of "
-        f"{', '.join(PACKAGES)} (orchestrator.endpoints), or of a library",
-        field="logger",
-    )
 
 
 def set_level(logger: str, level: str) -> None:

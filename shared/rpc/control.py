@@ -20,7 +20,7 @@ from shared.errors import (
     StaleStateError,
     UnavailableError,
 )
-from shared.logs import LEVELS, check_logger, set_level
+from shared.logs import LEVELS, set_level
 from shared.rpc.engine import ProfileWritten, RecordProfile, SetEngineLogLevel
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ class WorkerControl(pb_grpc.WorkerControlServiceServicer):
     ) -> pb.SetWorkerLogLevelResponse:
         """Set the level of a logger, in the front and in the engine."""
         check_level(request.level)
-        check_logger(request.logger)
         self._worker.order(SetEngineLogLevel(logger=request.logger, level=request.level))
         set_level(request.logger, request.level)
         return pb.SetWorkerLogLevelResponse()

@@ -271,11 +271,11 @@ async def test_log_levels_and_configurations(model: Path) -> None:
         serving(model, [worker], max_num_requests=7) as server,
         admin_of(server) as admin,
     ):
-        name = logging.getLogger("orchestrator.made_up").name
+        name = "orchestrator.made_up"
         for asked, level in (("debug", logging.DEBUG), ("error", logging.ERROR)):
             await admin.SetLogLevel(pb.SetLogLevelRequest(logger=name, level=asked))
             assert logging.getLogger(name).level == level
-        name = logging.getLogger("target_service.made_up").name
+        name = "target_service.made_up"
         order = pb.SetLogLevelRequest(worker=worker.address, logger=name, level="debug")
         await admin.SetLogLevel(order)
         assert logging.getLogger(name).level == logging.DEBUG
@@ -284,11 +284,6 @@ async def test_log_levels_and_configurations(model: Path) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await admin.SetLogLevel(order)
             assert from_rpc_error(refused.value).field == "level"
-            unknown = "orchestrator.endpiont"
-            order = pb.SetLogLevelRequest(worker=worker_address, logger=unknown, level="debug")
-            with pytest.raises(grpc.aio.AioRpcError, match="which nothing logs by") as refused:
-                await admin.SetLogLevel(order)
-            assert from_rpc_error(refused.value).field == "logger"
         config = await admin.GetConfig(pb.GetConfigRequest())
         assert config.values["max_num_requests"] == "7"
         config = await admin.GetConfig(pb.GetConfigRequest(worker=worker.address))

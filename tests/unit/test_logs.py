@@ -11,11 +11,9 @@ import pytest
 
 from coppice.cli.progress import StackProgress
 from coppice.stack import ServiceState
-from shared.errors import InvalidArgumentError
 from shared.logs import (
     JsonFormatter,
     LogSettings,
-    check_logger,
     configure_logging,
     log_request,
     log_settings,
@@ -154,24 +152,3 @@ def test_prompts_are_in_no_field() -> None:
     """What a record holds beside its message goes into JSON only if it was meant to."""
     record = logging.makeLogRecord({"msg": "x", "prompt": "secret"})
     assert "secret" not in JsonFormatter("target").format(record)
-
-
-@pytest.mark.parametrize(
-    ("name", "is_known"),
-    [
-        ("", True),
-        ("coppice.test", True),  # of this module
-        ("target_service", True),
-        ("target_service.engine", True),
-        ("orchestrator.endpoints", True),
-        ("asyncio", True),
-        ("json.decoder", True),  # of a library that may not be imported here
-        ("orchestrator.endpiont", False),
-        ("orchestator.endpoints", False),
-        ("orchestrator./etc", False),
-        (".", False),
-    ],
-)
-def test_loggers_have_the_names_of_modules(name: str, *, is_known: bool) -> None:
-    with contextlib.nullcontext() if is_known else pytest.raises(InvalidArgumentError):
-        check_logger(name)
