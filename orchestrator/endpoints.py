@@ -31,7 +31,8 @@ from shared.rpc.status import from_rpc_error
 logger = logging.getLogger(__name__)
 
 _RECONNECT_WAIT = wait_exponential_jitter(multiplier=0.1, max=0.25, jitter=0.1)
-_RETRIED = (grpc.aio.AioRpcError, CoppiceError, OSError, ConfigError)  # the last: of certificates
+# Of an attempt to connect; the last: of certificates. Whatever else one raises is logged in full.
+_EXPECTED = (grpc.aio.AioRpcError, CoppiceError, OSError, ConfigError)
 # A session that ended sooner counts as a failed attempt to connect.
 _MIN_SESSION_S = 1.0
 _GRPC_PREFIXES = ("failed to connect to all addresses; last error: ", "UNKNOWN: ", "UNAVAILABLE: ")
@@ -211,12 +212,15 @@ class WorkerEndpoints:
     async def maintain(self, address: str, host: str) -> None:
         """Connect to one address again and again, with backoff while it does not answer.
 
+        Nothing but a cancellation ends this, not even an answer that nobody can read: the address
+        would be forgotten for good.
+
         Args:
             host: As configured; its certificate may have this name.
         """
         while True:
             async for attempt in AsyncRetrying(
-                retry=retry_if_exception_type(_RETRIED),
+                retry=retry_if_exception_type(Exception),
                 wait=_RECONNECT_WAIT,
                 before_sleep=self._note_attempt(address),
                 reraise=True,
@@ -273,7 +277,8 @@ class WorkerEndpoints:
             error = state.outcome.exception() if state.outcome else None
             problem = _problem_of(error, self._role)
             self._attempts[address] = replace(self._attempts[address], problem=problem)
-            is_settled = isinstance(error, UnauthenticatedError | ConfigError)
+            is_expected = isinstance(error, _EXPECTED)
+            is_settled = isinstance(error, UnauthenticatedError | ConfigError) or not is_expected
             kind = error.reason if isinstance(error, CoppiceError) else type(error).__name__
             level = logging.DEBUG
             if is_settled and kind != last_kind:
@@ -281,7 +286,10 @@ class WorkerEndpoints:
             elif state.attempt_number == 1:
                 level = logging.INFO
             last_kind = kind
-            logger.log(level, "%s %s does not answer: %s", self._role.name, address, problem)
+            logger.log(
+                *(level, "%s %s does not answer: %s", self._role.name, address, problem),
+                exc_info=None if is_expected else error,
+            )
 
         return note
 
@@ -292,6 +300,8 @@ def _now_s() -> float:
 
 def _problem_of(error: BaseException | None, role: Role) -> str:
     """Return why an attempt to connect has failed: the reason by name, and what is known of it."""
+    if not isinstance(error, _EXPECTED):
+        return f"{type(error).__name__}: {error}"
     if not isinstance(error, grpc.aio.AioRpcError | CoppiceError):
         return str(error)
     known = from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error

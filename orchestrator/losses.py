@@ -69,6 +69,10 @@ class Losses:
         if round_idx > 0:
             self._suspicion.acquit(worker)
 
+    def leave(self, worker: WorkerSession) -> None:
+        """Take note that nothing of the request is left on a worker."""
+        self._suspicion.leave(worker)
+
     def judge(self) -> None:
         """Look at what is known by now of the workers that were lost.
 

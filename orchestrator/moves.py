@@ -2,7 +2,8 @@
 
 A request that leaves its target waits for a prefill of its tokens elsewhere. So only a few are on
 their way at any time, each to a target that has room for it, and the others go on where they are.
-Whatever has not left when the worker ends is rebuilt then, as after any loss.
+One whose client must read first leaves, too, but is on its way to nowhere until then. Whatever
+has not left when the worker ends is rebuilt then, as after any loss.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ class Placement:
         self._on_rest = on_rest
         self._on_gone = on_gone
         self._target: TargetHandle | None = None
+        self._is_paused = False
 
     @property
     def is_open(self) -> bool:
@@ -143,10 +144,22 @@ class Placement:
         """
         self.losses.add(gone, self._target.worker if self._target is not None else None)
 
+    def pause(self) -> None:
+        """Take note that the client must read first: a request that leaves its target meanwhile
+        goes to no other one before, and those that do must not wait for that.
+        """
+        self._is_paused = True
+        self._pool.moves.end(self.terms.worker_request_id)
+
+    def resume(self) -> None:
+        """Take note that the client has read."""
+        self._is_paused = False
+
     def close(self) -> None:
         """Free what the target holds."""
         if self._target is not None:
             self._target.close()
+            self.losses.leave(self._target.worker)
             self._target = None
 
     def end(self) -> None:
@@ -157,7 +170,11 @@ class Placement:
 
     def _may_move(self, tokens: Sequence[int]) -> bool:
         """Return whether to leave the target, which drains, for one that has room."""
-        return self._pool.moves.begin(self.terms.need(tokens, self.losses, is_running=True))
+        moves = self._pool.moves
+        may_move = moves.begin(self.terms.need(tokens, self.losses, is_running=True))
+        if may_move and self._is_paused:
+            moves.end(self.terms.worker_request_id)
+        return may_move
 
     def _is_running(self, tokens: Sequence[int]) -> bool:
         """Return whether the request has output, or was moved: it goes before new requests."""

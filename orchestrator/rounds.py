@@ -180,12 +180,14 @@ class Generation:
         self._send(path, tree, root_only_reason)
 
     async def _wait_reader(self) -> None:
-        """Wait until the client has read. The target keeps the request's pages; no other request
-        waits.
+        """Wait until the client has read. The target keeps the request's pages, unless it drains;
+        no other request waits.
         """
         self._metrics.note_stall("reader")
         self._draft.pause()
+        self._placement.pause()
         await self._reply.events.wait_room()
+        self._placement.resume()
         self._draft.note_credit()
 
     def _runs_by_credit(self, round_idx: int) -> bool:

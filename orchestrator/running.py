@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from orchestrator.figures import Figures, Stage
 from orchestrator.rounds import Generation
@@ -15,10 +16,14 @@ from shared.errors import CoppiceError
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A request; `error` is why it was ended from outside, None: it was not."""
+    """A request; `error` is why it was ended from outside, None: it was not.
+
+    The task generates what the call, which ends the task as well, writes to the client.
+    """
 
     generation: Generation
     task: asyncio.Task[None]
+    call: asyncio.Task[Any] | None
     error: CoppiceError | None = None
 
 
@@ -35,13 +40,13 @@ class Running:
     def holds(
         self, request_id: str, generation: Generation, task: asyncio.Task[None]
     ) -> Iterator[None]:
-        """Know a request while it is served.
+        """Know a request while it is served, by the call that this is called in.
 
         Args:
             task: Runs it.
         Raises: the error that it was ended with, instead of CancelledError.
         """
-        held = self._requests[request_id] = _Held(generation, task)
+        held = self._requests[request_id] = _Held(generation, task, asyncio.current_task())
         reason = "cancelled"
         try:
             yield
@@ -64,18 +69,22 @@ class Running:
             self.num_ended[reason] += 1
 
     def end(self, request_id: str, error: CoppiceError) -> bool:
-        """End a request with an error; return whether there is one of this id."""
+        """End a request with an error, whatever its client has not read; return whether there is
+        one of this id.
+        """
         held = self._requests.get(request_id)
         if held is None:
             return False
+        if held.error is None and held.call is not None:  # once: its end must not be cut short
+            held.call.cancel()
         held.error = error
-        held.task.cancel()
         return True
 
     def end_all(self, error: CoppiceError) -> None:
-        """End every request with an error."""
-        for request_id in list(self._requests):
-            self.end(request_id, error)
+        """End every request with an error, after what it has generated."""
+        for held in self._held:
+            held.error = error
+            held.task.cancel()
 
     @property
     def figures(self) -> Figures:

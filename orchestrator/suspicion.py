@@ -131,6 +131,17 @@ class Suspicion:
         self._kills.clear()
         worker.end_trial(self._request_id)
 
+    def leave(self, worker: WorkerSession) -> None:
+        """Take note that the request has left a worker; that may go on, and has not hung with it.
+
+        Mutates: the suspects of the worker, who may include it because another request hung there.
+        """
+        incarnation = worker.info.incarnation
+        if not worker.is_lost and all(
+            incarnation != kill.worker.info.incarnation for kill in self._kills
+        ):
+            worker.suspects.discard(self._request_id)
+
     def _note(self, worker: WorkerSession, *, died_s: float | None, is_broken: bool) -> None:
         here = worker.suspects - {self._request_id}
         others = {kill.worker: here & kill.worker.suspects for kill in self._kills}

@@ -83,6 +83,7 @@ class TargetHandle:
         self._ordered_round = -1
         self._early: dict[int, AcceptedPath] = {}  # of rounds by credit, not asked for yet
         self._gone: Exception | None = None
+        self._failed: tuple[int, Exception] | None = None  # a round that was not asked for yet
         self._is_admitted = False
         worker.attach(request_id, self)
 
@@ -200,7 +201,7 @@ class TargetHandle:
             case RequestRetracted():
                 self._fail(TargetGone(Loss.RETRACTED))
             case RequestFailure():
-                self._fail(_error_of(message))
+                self._fail(_error_of(message), round_idx=message.round_idx)
 
     def _take_path(self, path: AcceptedPath) -> None:
         if path.round_idx == self._asked_round:
@@ -253,11 +254,17 @@ class TargetHandle:
         round_idx: int,
         counts_progress: bool,
     ) -> AcceptedPath:
-        """Send a message, if there is one, and wait for the path of a round."""
+        """Send a message, if there is one, and wait for the path of a round.
+
+        Raises: Why there is none; once, if the target may still be asked.
+        """
         self._asked_at, self._counts_progress = self._loop.time(), counts_progress
         early = self._early.pop(round_idx, None)
         if early is not None:
             return early
+        failed, self._failed = self._failed, None
+        if failed is not None and failed[0] >= round_idx:
+            raise failed[1]
         if message is not None and self._gone is None:
             self.worker.send(message)
         if self._gone is not None:
@@ -318,11 +325,13 @@ class TargetHandle:
         if self._reply is not None and not self._reply.done():
             self._reply.set_result(reply)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, *, round_idx: int = 0) -> None:
         # The target has dropped the request: a later question about it gets the same answer.
         if isinstance(error, TargetGone | InternalError):
             self._gone = error
             self._on_gone()
+        elif self.waits_since is None and round_idx > self._asked_round:
+            self._failed = round_idx, error  # it came together with the path before it
         self._settle(error)
 
 

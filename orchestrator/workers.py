@@ -381,6 +381,7 @@ async def run_session(
 
     Args:
         on_open: Called when the stream is open and messages may be sent.
+    Raises: What a message raised that could not be read at all.
     """
     metadata = (*METADATA, *worker.caller.metadata(f"/{role.service}/Session"))
     call = role.make_stub(channel).Session(metadata=metadata)
@@ -407,6 +408,9 @@ async def run_session(
         if cause.reason == "ENGINE_ENDED":
             worker.fate = Fate.ENDED
         logger.warning("lost %s: %s", worker, worker.lost_because)
+    except Exception as error:
+        worker.lost_by, worker.lost_because = "error", f"{type(error).__name__}: {error}"
+        raise
     finally:
         for task in tasks:
             task.cancel()

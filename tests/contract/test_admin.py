@@ -27,6 +27,7 @@ from shared.messages import TargetOpen, WorkerLoad
 from shared.rpc.channel import open_channel
 from shared.rpc.status import from_rpc_error
 from tests.contract.serving import Serving, freed, serving, write_model
+from tests.contract.test_slow_readers import NUM_LONG, read_on, unread
 from tests.fakes import WIDTH, FakeDraft, FakeTarget, eventually, fake_draft, fake_target, generate
 from tests.scrape import free_ports
 
@@ -190,6 +191,28 @@ async def test_an_aborted_request_ends_and_frees_its_workers(model: Path) -> Non
         assert from_rpc_error(refused.value).reason == "REQUEST_NOT_FOUND"
         stats = await admin.Stats(pb.StatsRequest())
         assert dict(stats.num_ended) == {"ABORTED": 1}
+
+
+async def test_a_request_whose_client_reads_nothing_can_be_aborted_too(model: Path) -> None:
+    """It ends at once, whatever was generated; the client hears of it once it reads."""
+    async with (
+        fake_target() as worker,
+        serving(model, [worker]) as server,
+        admin_of(server) as admin,
+        unread(server.address, 1, NUM_LONG, request_id="mine") as (call,),
+    ):
+        requests = server.orchestrator._running._requests
+        await eventually(
+            lambda: any(not held.generation.events.has_room for held in requests.values())
+        )
+        await admin.Abort(pb.AbortRequest(request_id="mine"))
+        await freed(worker)
+        async with asyncio.timeout(60):
+            while dict((await admin.Stats(pb.StatsRequest())).num_ended) != {"ABORTED": 1}:
+                await asyncio.sleep(0.01)
+        tokens, error = await read_on(call)
+        assert error is not None and from_rpc_error(error).reason == "ABORTED"
+        assert tokens == generate(PROMPT, NUM_LONG)[: len(tokens)]
 
 
 async def test_figures_add_up_over_running_and_ended_requests(model: Path) -> None:

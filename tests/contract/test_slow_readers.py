@@ -42,12 +42,15 @@ def small_windows(**limits: int) -> Options:
 
 
 @contextlib.asynccontextmanager
-async def unread(address: str, count: int, num_tokens: int) -> AsyncIterator[list[Any]]:
-    """Open streams whose client reads nothing of them."""
+async def unread(
+    address: str, count: int, num_tokens: int, **fields: Any
+) -> AsyncIterator[list[Any]]:
+    """Open streams whose client reads nothing of them; fields are more of their request."""
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=PROMPT),
         stopping=pb.StoppingCriteria(max_new_tokens=num_tokens),
         output=pb.OutputOptions(logprobs=True, top_logprobs=20),
+        **fields,
     )
     async with contextlib.AsyncExitStack() as stack:
         calls = []

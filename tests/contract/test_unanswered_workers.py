@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 from rich.console import Console
 
@@ -18,9 +20,12 @@ from coppice import AsyncClient
 from coppice.cli.admin_tables import Sample, frame, workers_table
 from coppice.v1 import admin_pb2 as pb
 from coppice.v1 import admin_pb2_grpc as pb_grpc
+from coppice.v1 import target_pb2
 from orchestrator.endpoints import lookup
 from shared.config import TargetConfig
+from shared.messages import to_proto
 from shared.rpc.channel import open_channel
+from shared.rpc.health_names import TARGET_SERVICE
 from target_service.server import create_worker
 from tests.certificates import Authority
 from tests.contract.serving import Serving, freed, serving, write_model
@@ -146,6 +151,45 @@ async def test_who_refuses_or_is_not_trusted_is_listed_with_the_reason(
         serving(model, [target], waits=False, **fields_of(own, is_worker=False)) as server,
     ):
         await unanswered(server, target.address, reason)
+
+
+@pytest.mark.parametrize("garbled", ["GetInfo", "Session"])
+async def test_who_sends_what_nobody_can_read_is_asked_again_and_again(
+    model: Path, garbled: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A message that is none at all ends a session, and says why; the worker is not forgotten."""
+    num_calls = 0
+
+    def answer(method: str) -> bytes:
+        nonlocal num_calls
+        num_calls += method == garbled
+        info = target_pb2.TargetServiceGetInfoResponse(info=to_proto(FakeTarget().info))
+        return b"\xff\xff\xff" if method == garbled else info.SerializeToString()
+
+    async def get_info(request: bytes, context: Any) -> bytes:
+        return answer("GetInfo")
+
+    async def session(requests: Any, context: Any) -> None:
+        await context.write(answer("Session"))
+        await asyncio.Event().wait()
+
+    methods = {
+        "GetInfo": grpc.unary_unary_rpc_method_handler(get_info),
+        "Session": grpc.stream_stream_rpc_method_handler(session),
+    }
+    worker = grpc.aio.server()
+    worker.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(TARGET_SERVICE, methods),)
+    )
+    address = f"127.0.0.1:{worker.add_insecure_port('127.0.0.1:0')}"
+    await worker.start()
+    try:
+        async with serving(model, [address], waits=False) as server:
+            await eventually(lambda: num_calls >= 3, timeout_s=60)
+            await unanswered(server, address, "^AttributeError: ")
+    finally:
+        await worker.stop(0)
+    assert any(address in record.message and record.exc_info for record in caplog.records)
 
 
 async def test_a_name_without_an_address_is_listed_until_it_has_one(model: Path) -> None:

@@ -14,7 +14,7 @@ from shared.messages import DraftOpen, TargetOpen
 from tests.fakes import FakeTarget, generate
 from tests.fakes.engine import NUM_PAGES
 from tests.fakes.in_memory import Fault, InMemoryWorker, virtual
-from tests.unit.scene import PROMPT, Scene, check_stream
+from tests.unit.scene import PROMPT, Scene, check_stream, read
 
 
 def drain(worker: InMemoryWorker, *, is_draining: bool = True) -> None:
@@ -103,6 +103,34 @@ async def test_few_requests_are_on_their_way_at_a_time() -> None:
     for task in serving:
         check_stream(await task, generate(PROMPT, 2000))
     assert second.engine.received
+    await scene.check_free()
+
+
+@virtual
+async def test_requests_whose_clients_do_not_read_hold_up_no_others() -> None:
+    """They leave a target that drains, and go to another one once their clients read."""
+    scene = Scene()
+    first = scene.add_target()
+    unread = [
+        scene.generation(f"unread{i}", max_new_tokens=2000, shape=None)
+        for i in range(MAX_MOVING + 1)
+    ]
+    running = [asyncio.create_task(generation.run()) for generation in unread]
+    await asyncio.sleep(5.0)
+    assert not any(generation.events.has_room for generation in unread)
+    assert not any(task.done() for task in running)
+    serving = [asyncio.create_task(scene.serve(f"r{i}", max_new_tokens=3000)) for i in range(3)]
+    await asyncio.sleep(0.05)
+    second = scene.add_target()
+    drain(first)
+    await asyncio.sleep(0.5)
+    assert first.engine.requests == {}
+    assert second.engine.requests.keys() == {"test.r0", "test.r1", "test.r2"}
+    for events in await asyncio.gather(*map(read, unread)):
+        assert check_stream(events, generate(PROMPT, 2000)).retries == 1
+    for task in serving:
+        check_stream(await task, generate(PROMPT, 3000))
+    await asyncio.gather(*running)
     await scene.check_free()
 
 

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import InternalError, ResourceExhaustedError, StatusCode, UnavailableError
+from orchestrator.losses import TargetGone
+from orchestrator.target_handle import TargetHandle
+from orchestrator.workers import WorkerSession
+from shared.errors import (
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    StatusCode,
+    UnavailableError,
+)
 from shared.messages import (
     AcceptedPath,
     CreditUpdate,
@@ -26,6 +35,9 @@ from shared.messages import (
     TreeShape,
     VerifyRound,
 )
+from shared.messages.batches import Batch
+from shared.rpc.status import failure_of
+from tests.contract.driver import target_open
 from tests.fakes import FakeTarget, generate
 from tests.fakes.in_memory import Fault, InMemoryWorker, pass_on, run_virtual, virtual
 from tests.unit.scene import (
@@ -165,6 +177,40 @@ async def test_logits_that_are_no_numbers_end_the_request(
     opens = [m for t in scene.targets for m in t.received(TargetOpen)]
     assert len(opens) == 1
     await scene.check_free()
+
+
+@virtual
+async def test_a_failure_that_comes_together_with_the_path_before_it_is_kept() -> None:
+    """Nobody waits for the round that failed yet: without it, the target looked silent."""
+    worker = WorkerSession(address="t:0", info=FakeTarget().info)
+    handle = TargetHandle(
+        *(worker, "a", 1),
+        step_timeout_s=2.0,
+        on_admitted=lambda admitted: None,
+        on_detached=lambda draft_epoch: None,
+        on_rest=lambda rest: None,
+        on_gone=lambda: None,
+        may_move=lambda: False,
+    )
+    message = target_open("a")
+    path = AcceptedPath(
+        request_id="a",
+        target_epoch=1,
+        round_idx=0,
+        seq_len=5,
+        accept_index=(0,),
+        token_ids=(7,),
+        num_accepted_drafts=0,
+        num_draft_tokens=1,
+    )
+    error = InvalidArgumentError("no token is allowed", reason="INVALID_GRAMMAR")
+    batch = Batch(messages=[path, failure_of(error, message, round_idx=1)])
+    asyncio.get_running_loop().call_soon(worker.receive, batch)
+    assert await handle.open(message) == path
+    with pytest.raises(InvalidArgumentError, match="no token is allowed"):
+        await handle.credited_rounds(1, lambda path: True)
+    with pytest.raises(TargetGone, match="silent"):
+        await handle.credited_rounds(1, lambda path: True)
 
 
 @pytest.mark.parametrize("has_peer", [False, True])

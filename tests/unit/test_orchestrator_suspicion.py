@@ -151,6 +151,38 @@ def test_a_failure_that_names_the_request_counts_each_time() -> None:
     assert suspicion.is_guilty(0.0)
 
 
+def test_who_leaves_a_worker_stays_suspect_only_of_what_it_went_down_with() -> None:
+    """Else the next one to hear of a hang would seem to have been alone there."""
+    suspicion = Suspicion("r")
+    elsewhere, hung, gone = broken("a", "r"), broken("b", "r"), broken("c", "r")
+    suspicion.note_death(hung, now_s=next(minutes), is_broken=False)
+    gone.is_lost = True
+    for worker in (elsewhere, hung, gone):
+        suspicion.leave(worker)
+    assert [worker.suspects for worker in (elsewhere, hung, gone)] == [set(), {"r"}, {"r"}]
+
+
+@virtual
+async def test_bystanders_of_a_hang_are_no_suspects_of_a_living_worker_for_ever() -> None:
+    """One request hears nothing for long, the other one goes on beside it, and ends."""
+    scene = Scene(round_s=0.02)
+
+    def hang(message: Any) -> list[tuple[float, Any]]:
+        is_round = isinstance(message, AcceptedPath) and message.round_idx > 0
+        return [] if is_round and message.request_id == "test.hung" else pass_on(message)
+
+    target = scene.add_target(on_reply=hang)
+    bystander = asyncio.create_task(scene.serve("other", max_new_tokens=200, shape=None))
+    hung = asyncio.create_task(scene.serve("hung", shape=None))
+    await asyncio.sleep(scene.config.step_timeout_s + 0.5)
+    assert target.worker.suspects == {"test.other", "test.hung"}
+    target.on_reply = pass_on
+    check_stream(await bystander, generate(PROMPT, 200))
+    check_stream(await hung, generate(PROMPT, 40))
+    assert not target.worker.is_lost and target.worker.suspects == set()
+    await scene.check_free()
+
+
 @virtual
 async def test_a_hung_engine_is_one_kill_however_often_it_is_asked() -> None:
     """One worker, four step timeouts; then it goes on, and so does the request."""
