@@ -132,10 +132,13 @@ class Outgoing:
         self._turn: asyncio.Future[None] | None = None
         self._is_turn_asked = False
         self._has_delta_left = False
+        self._is_discarded = False
         self._room: asyncio.Future[None] | None = None
 
     def put(self, event: GenerateEvent | None) -> None:
         """Add an event; None is the end."""
+        if self._is_discarded:
+            return
         self._events.append(event)
         self._count(_size_of(event))
         if self._turn is not None and not self._turn.done():
@@ -180,7 +183,8 @@ class Outgoing:
             await self._room
 
     def discard(self) -> None:
-        """Drop what waits: nobody takes it any more."""
+        """Drop what waits, and whatever still comes: nobody takes it any more."""
+        self._is_discarded = True
         while self._events:
             self._pop()
 

@@ -16,11 +16,12 @@ from contextlib import asynccontextmanager
 
 from orchestrator.admission import Place
 from orchestrator.outgoing import Outgoing, WriteTurns
-from shared.errors import UnavailableError
+from shared.errors import CoppiceError, UnavailableError
 
 MOST_LOOK_S = 0.5
 CROWDED_S = 5.0
 """A paced stream may hold its place so long without reading while others wait for one."""
+_RESUME = "send it again with resume_token_ids to go on"
 
 
 class Reader:
@@ -33,7 +34,9 @@ class Reader:
     def __init__(self, events: Outgoing, place: Place, end: Callable[[], None]) -> None:
         self.events = events
         self.place = place
-        self.is_ended = False
+        self.error: CoppiceError | None = None
+        """Why its stream was ended from outside; None: it was not."""
+        self._is_open = True
         self._end = end
         self.num_looks = 0
         """How often the write in progress was looked at: time that this process was stopped does
@@ -53,11 +56,16 @@ class Reader:
         """Count a look at a write that goes on."""
         self.num_looks += self._is_writing
 
-    def end(self) -> None:
-        """End the stream, because its client does not read."""
-        if not self.is_ended:
-            self.is_ended = True
+    def end(self, error: CoppiceError) -> None:
+        """End the stream with an error, whatever its client has not read."""
+        if self._is_open:
+            self.error = error
             self._end()
+            self.close()
+
+    def close(self) -> None:
+        """Take note that the stream ends: it must not be ended again."""
+        self._is_open = False
 
 
 class Readers:
@@ -94,7 +102,8 @@ class Readers:
     async def watched(self, events: Outgoing, place: Place) -> AsyncIterator[Reader]:
         """Watch a client while it is written to.
 
-        Raises: UnavailableError, out of the block, if its stream is ended.
+        Raises: out of the block, the error that its stream is ended with; UnavailableError if it
+            is open for too long.
         """
         loop = asyncio.get_running_loop()
         patience = asyncio.timeout(self._lifetime_s)
@@ -107,8 +116,9 @@ class Readers:
         except TimeoutError:
             if not patience.expired():
                 raise
-            raise self._error_of(reader) from None
+            raise reader.error or self._too_old from None
         finally:
+            reader.close()
             self._readers.discard(reader)
 
     def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -128,7 +138,7 @@ class Readers:
             in_the_way = is_crowded and reader.place.is_held and not reader.events.has_room
             limit_s = self._crowded_s if in_the_way else self._timeout_s
             if reader.num_looks * self._look_s >= limit_s:
-                reader.end()
+                reader.end(self._silence_of(reader))
         self._shed(self._turns.num_unread_bytes - self._max_unread_bytes)
 
     def _shed(self, num_bytes: int) -> None:
@@ -138,18 +148,19 @@ class Readers:
         for reader in sorted(self._readers, key=lambda reader: -reader.events.num_bytes):
             if num_bytes > 0 and reader.num_looks:
                 num_bytes -= reader.events.num_bytes
-                reader.end()
+                reader.end(self._silence_of(reader))
 
-    def _error_of(self, reader: Reader) -> UnavailableError:
-        resume = "send it again with resume_token_ids to go on"
-        if not reader.is_ended:
-            return UnavailableError(
-                f"the stream is open for {self._lifetime_s:g} s, which is as long as any may be; "
-                f"{resume}",
-                reason="STREAM_TOO_OLD",
-            )
+    def _silence_of(self, reader: Reader) -> UnavailableError:
         silent_s = reader.num_looks * self._look_s
         return UnavailableError(
-            f"the client read nothing of what it was sent for {silent_s:.1f} s; {resume}",
+            f"the client read nothing of what it was sent for {silent_s:.1f} s; {_RESUME}",
             reason="SLOW_READER",
+        )
+
+    @property
+    def _too_old(self) -> UnavailableError:
+        return UnavailableError(
+            f"the stream is open for {self._lifetime_s:g} s, which is as long as any may be; "
+            f"{_RESUME}",
+            reason="STREAM_TOO_OLD",
         )

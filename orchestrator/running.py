@@ -7,23 +7,23 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from orchestrator.figures import Figures, Stage
+from orchestrator.readers import Reader
 from orchestrator.rounds import Generation
 from shared.errors import CoppiceError
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
-    """A request; `error` is why it was ended from outside, None: it was not.
+class Held:
+    """A request: the task that generates its output, the client that reads it.
 
-    The task generates what the call, which ends the task as well, writes to the client.
+    `error` is why it was ended after what it had generated, None: it was not.
     """
 
     generation: Generation
     task: asyncio.Task[None]
-    call: asyncio.Task[Any] | None
+    reader: Reader | None = None
     error: CoppiceError | None = None
 
 
@@ -31,7 +31,7 @@ class Running:
     """Knows every request by its id, and what operators want to know of all of them."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, _Held] = {}
+        self._requests: dict[str, Held] = {}
         self._ended = Figures()
         self.num_ended: Counter[str] = Counter()
         """Requests that were served, by how they ended; refused ones are not here."""
@@ -39,17 +39,17 @@ class Running:
     @contextmanager
     def holds(
         self, request_id: str, generation: Generation, task: asyncio.Task[None]
-    ) -> Iterator[None]:
-        """Know a request while it is served, by the call that this is called in.
+    ) -> Iterator[Held]:
+        """Know a request while it is served.
 
         Args:
             task: Runs it.
         Raises: the error that it was ended with, instead of CancelledError.
         """
-        held = self._requests[request_id] = _Held(generation, task, asyncio.current_task())
+        held = self._requests[request_id] = Held(generation, task)
         reason = "cancelled"
         try:
-            yield
+            yield held
             reason = generation.status.end_reason or reason
         except asyncio.CancelledError:
             if held.error is None:
@@ -75,9 +75,8 @@ class Running:
         held = self._requests.get(request_id)
         if held is None:
             return False
-        if held.error is None and held.call is not None:  # once: its end must not be cut short
-            held.call.cancel()
-        held.error = error
+        if held.reader is not None:
+            held.reader.end(error)
         return True
 
     def end_all(self, error: CoppiceError) -> None:
@@ -97,5 +96,5 @@ class Running:
         return Counter(held.generation.status.stage for held in self._held)
 
     @property
-    def _held(self) -> list[_Held]:
+    def _held(self) -> list[Held]:
         return list(self._requests.values())

@@ -24,7 +24,7 @@ from orchestrator.pool import WorkerPool
 from orchestrator.readers import Readers
 from orchestrator.request_log import RequestLog, logged_end
 from orchestrator.rounds import Generation
-from orchestrator.running import Running
+from orchestrator.running import Held, Running
 from orchestrator.shape import default_shape
 from orchestrator.tenants import Tenants
 from orchestrator.timed_loop import idle_clock
@@ -157,8 +157,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             trace.watch(parsed.request_id, generation.reply)
             task = asyncio.create_task(generation.run())
             task.add_done_callback(lambda _: place.release())
-            with self.running.holds(parsed.request_id, generation, task):
-                await _stream(generation, task, context, place, self._readers, log)
+            with self.running.holds(parsed.request_id, generation, task) as held:
+                await _stream(held, context, place, self._readers, log)
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Any
@@ -285,17 +285,18 @@ def _check_resumable(request: GenerationRequest, model: WorkerInfo) -> None:
 
 
 async def _stream(
-    generation: Generation,
-    task: asyncio.Task[None],
+    held: Held,
     context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
     place: Place,
     readers: Readers,
     log: RequestLog,
 ) -> None:
-    """Write a generation's events; whatever ends this frees the workers."""
+    """Write what a request generates; whatever ends this frees the workers."""
+    outgoing, task = held.generation.events, held.task
     try:
-        async with readers.watched(generation.events, place) as reader:
-            while events := await generation.events.take():
+        async with readers.watched(outgoing, place) as reader:
+            held.reader = reader
+            while events := await outgoing.take():
                 log.is_finish_sent = isinstance(events[-1], FinishInfo)
                 reader.begin_write()
                 await context.write(pack_events(events))
@@ -303,5 +304,5 @@ async def _stream(
             await task
     finally:
         task.cancel()
+        outgoing.discard()
         await asyncio.gather(task, return_exceptions=True)
-        generation.events.discard()

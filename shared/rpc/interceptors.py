@@ -32,6 +32,8 @@ _PASS = (grpc.aio.AbortError, grpc.aio.UsageError)
 _CANCELLED_WITHIN_S = 5.0
 # A status leaves at once, unless its client has not read what came before it.
 _LINGER_S = 5.0
+_ENDING: set[asyncio.Future[NoReturn]] = set()
+"""Calls whose clients have not read what comes before their status."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -56,8 +58,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return handler
         check = _readable_stream if handler.request_streaming else _readable
         handle = behavior_of(handler)
-        wrap = _wrap_generator if inspect.isasyncgenfunction(handle) else _wrap
+        is_generator = inspect.isasyncgenfunction(handle)
+        wrap = _wrap_generator if is_generator else _wrap
         wrapped = wrap(handle, check, handler_call_details.method, self._note_refusal)
+        if handler.response_streaming and not is_generator:
+            wrapped = _wrap_writer(wrapped)
         return handler_like(handler, wrapped, _tolerant(handler.request_deserializer))
 
     def _note_refusal(self, method: str, peer: str, error: CoppiceError) -> None:
@@ -116,6 +121,13 @@ def _wrap(
     return call
 
 
+def _wrap_writer(behavior: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        return await behavior(request, _Writing(context))
+
+    return call
+
+
 def _wrap_generator(
     behavior: Callable[..., Any],
     check: Callable[[Any], Any],
@@ -155,11 +167,49 @@ async def _end(context: grpc.aio.ServicerContext, error: CoppiceError) -> NoRetu
     A client that does not read gets it once it has read what was sent before. Nothing here waits
     for that, nor for one that is gone: the call is cancelled as far as its handler is concerned.
     """
-    try:
-        async with asyncio.timeout(_LINGER_S):
-            await abort(context, error)
-    except (TimeoutError, grpc.aio.InternalError):
-        raise asyncio.CancelledError from None
+    ending = asyncio.ensure_future(abort(context, error))
+    _ENDING.add(ending)
+    ending.add_done_callback(_note_ended)
+    await asyncio.wait({ending}, timeout=_LINGER_S)
+    if not ending.done() or isinstance(ending.exception(), grpc.aio.InternalError):
+        raise asyncio.CancelledError
+    await ending
+    raise AssertionError("abort returned")
+
+
+def _note_ended(ending: asyncio.Future[NoReturn]) -> None:
+    _ENDING.discard(ending)
+    if not ending.cancelled():
+        ending.exception()  # which whoever waits has seen
+
+
+class _Writing:
+    """The context of a call whose handler writes and may be cancelled while it does.
+
+    The first message takes the call's headers with it. Were its write cut off, gRPC would send
+    them again with the status; that fails, and the client would never hear of the end.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._first: asyncio.Future[None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, message: Any) -> None:
+        """Write a message; a cancellation ends this, yet not the write of the first one."""
+        if self._first is not None:
+            await self._context.write(message)
+            return
+        self._first = asyncio.ensure_future(self._context.write(message))
+        await asyncio.shield(self._first)
+
+    async def abort_with_status(self, status: grpc.Status) -> None:
+        """End the call with a status, after its first message."""
+        if self._first is not None:
+            await asyncio.wait({self._first})
+        await self._context.abort_with_status(status)
 
 
 class _Unreadable:

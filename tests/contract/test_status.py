@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,9 +15,11 @@ from grpc_status import rpc_status
 
 from coppice.v1 import generation_pb2, generation_pb2_grpc, target_pb2, target_pb2_grpc
 from shared import errors
+from shared.rpc import interceptors
 from shared.rpc.channel import open_channel
 from shared.rpc.server import RpcServer
 from shared.rpc.status import error_of, failure_of, from_rpc_error, make_error
+from tests.fakes import eventually
 from tests.scrape import num_refused
 
 pytestmark = pytest.mark.asyncio
@@ -228,3 +231,64 @@ async def test_unreadable_bytes_are_the_senders_fault(
     assert num_refused(server.samples, "MALFORMED_MESSAGE") == num_refused(server.samples) == 1
     (line,) = caplog.records
     assert line.exc_info is None and f"/coppice.v1.{name} from ipv4:127.0.0.1" in line.getMessage()
+
+
+class CutOff(generation_pb2_grpc.GenerationServiceServicer):
+    """Is cancelled while it writes its first message, as big as the request says, and fails."""
+
+    async def Generate(self, request: Any, context: Any) -> None:
+        message = generation_pb2.GenerateResponse()
+        message.delta.text = "x" * request.stopping.max_new_tokens
+        try:
+            async with asyncio.timeout(0):
+                await context.write(message)
+        except TimeoutError:
+            raise errors.UnavailableError("cut off", reason="SLOW_READER") from None
+
+
+@pytest_asyncio.fixture
+async def cut_off() -> AsyncIterator[Any]:
+    server = RpcServer(services=[], host="127.0.0.1", port=0)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(CutOff(), server.grpc_server)
+    await server.start()
+    options = [("grpc.http2.bdp_probe", 0)]  # the window stays at 64 KiB
+    async with grpc.aio.insecure_channel(server.address, options=options) as channel:
+        yield generation_pb2_grpc.GenerationServiceStub(channel).Generate
+    await server.stop(grace_s=0)
+
+
+def of_size(num_bytes: int) -> generation_pb2.GenerateRequest:
+    stopping = generation_pb2.StoppingCriteria(max_new_tokens=num_bytes)
+    return generation_pb2.GenerateRequest(stopping=stopping)
+
+
+async def read_out(stream: Any) -> tuple[list[int], str]:
+    sizes = []
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asyncio.timeout(30):
+            async for message in stream:
+                sizes.append(len(message.delta.text))
+    return sizes, from_rpc_error(caught.value).reason
+
+
+async def test_a_call_that_is_cut_off_in_its_first_write_ends_with_its_error(cut_off: Any) -> None:
+    for size in range(1, 30):
+        assert await read_out(cut_off(of_size(size))) == ([size], "SLOW_READER")
+
+
+async def test_a_client_that_reads_late_hears_of_the_end_too(
+    cut_off: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interceptors, "_LINGER_S", 0.05)
+    stream = cut_off(of_size(1 << 20))
+    await eventually(lambda: bool(interceptors._ENDING))
+    await asyncio.sleep(0.2)
+    assert await read_out(stream) == ([1 << 20], "SLOW_READER")
+    await eventually(lambda: not interceptors._ENDING)
+
+
+async def test_nothing_waits_for_a_client_that_goes_away_unread(cut_off: Any) -> None:
+    stream = cut_off(of_size(1 << 20))
+    await eventually(lambda: bool(interceptors._ENDING))
+    stream.cancel()
+    await eventually(lambda: not interceptors._ENDING)

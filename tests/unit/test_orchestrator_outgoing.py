@@ -323,4 +323,5 @@ async def test_unread_bytes_are_counted_until_they_are_taken_or_dropped(
         assert await first.take()
     first.discard()
     second.discard()
+    first.put(heavy)  # which came too late
     assert not first and first.num_bytes == turns.num_unread_bytes == 0
