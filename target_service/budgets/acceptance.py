@@ -37,6 +37,8 @@ _CLASS_WIDTH = 0.125
 NUM_CLASSES = 1 + round((_MOST_EASE - _LEAST_EASE) / _CLASS_WIDTH)
 LAST_HOPELESS_CLASS = 6
 """One draft in seven accepted, or fewer: trees cost more than they bring, even to one request."""
+# Chances hardly depend on more.
+_LEAST_LINK, _MOST_LINK = -4.0, 2.0
 _EASE = np.linspace(_LEAST_EASE, _MOST_EASE, NUM_CLASSES)
 _LEAST_OF_CLASS = _EASE[1:] - _CLASS_WIDTH / 2
 # First guess of the mean, before any round: in a chain two drafts of three are accepted.
@@ -121,7 +123,7 @@ class Acceptance:
         ease = self._mean + own_ease
         offset = self._rung_offset.take(rungs) + self._breadth[_class_of(ease), rungs]
         link = ease[:, None] + self._depth_offset + offset[:, None]
-        hazard = np.exp(_clipped(link, -4.0, 2.0))
+        hazard = np.exp(_clipped(link, _LEAST_LINK, _MOST_LINK))
         refused = -hazard
         failure = np.exp(refused)
         odds = failure / (1.0 - failure)
@@ -152,7 +154,7 @@ class Acceptance:
         known = evidence / (evidence + _PRIOR)
         self._crowd = max(float(len(slots)), _CROWD_KEPT * self._crowd)
         shift = _MEAN_WEIGHT * (float(np.add.reduce(known * self._ease.take(slots))) / self._crowd)
-        shift = max(shift, _LEAST_EASE - self._mean)
+        shift = _bounded_mean(self._mean + shift) - self._mean
         self._mean += shift
         self._ease -= shift
 
@@ -182,7 +184,7 @@ class Acceptance:
         """
         offset = self._rung_offset + self._breadth
         link = (_EASE[:, None] + offset)[:, :, None] + self._depth_offset
-        chance = 1.0 - np.exp(-np.exp(_clipped(link, -4.0, 2.0)))  # [C, R, D]
+        chance = 1.0 - np.exp(-np.exp(_clipped(link, _LEAST_LINK, _MOST_LINK)))  # [C, R, D]
         chance *= self._depth <= self._num_steps[:, None]
         gains = 1.0 + np.cumprod(chance, axis=2).sum(axis=2)
         gains[0] = 1.0
@@ -199,8 +201,7 @@ class Acceptance:
     def _learn_mean(self, score: float, information: float) -> None:
         self._mean_evidence = _MEAN_EVIDENCE_KEPT * self._mean_evidence + information
         step = _MEAN_DAMPING * score / (self._mean_evidence + _MEAN_PRIOR)
-        mean = self._mean + min(max(step, -_MOST_STEP), _MOST_STEP)
-        self._mean = max(mean, _LEAST_EASE)  # a lower mean would take long to recover
+        self._mean = _bounded_mean(self._mean + min(max(step, -_MOST_STEP), _MOST_STEP))
 
     def _learn_offsets(self, rungs: Ints, of_requests: Floats, of_depths: Floats) -> None:
         """Fit the offsets of rungs and depths.
@@ -237,6 +238,11 @@ def _breadth(shape: TreeShape) -> Floats:
     num_steps = (chance[:, None] ** np.arange(1 + shape.num_steps)).sum(axis=1)
     num_nodes = _MOST_NODES * (1.0 - math.exp(-shape.num_draft_tokens / _NODES_SCALE))
     return _BREADTH_GAIN * (np.log(num_nodes / num_steps) - _BREADTH_OF_CHAIN)
+
+
+def _bounded_mean(mean: float) -> float:
+    """Return a mean ease that does not take long to recover."""
+    return min(max(mean, _LEAST_EASE), _MOST_LINK)
 
 
 def _class_of(ease: Floats) -> Ints:

@@ -243,6 +243,20 @@ def test_rows_go_where_they_bring_most() -> None:
     assert rungs[::2].min() > rungs[1::2].max()
 
 
+def test_that_texts_are_hard_is_learned_as_soon_after_any_number_of_easy_rounds() -> None:
+    acceptance, slots, rungs = Acceptance(LADDER, 1), np.array([0]), np.array([3])
+
+    def note_rounds(count: int, accepted: int) -> None:
+        for _ in range(count):
+            acceptance.note_rounds(slots, rungs, np.array([accepted]))
+            acceptance.recentre(slots)
+
+    note_rounds(3000, 3)
+    acceptance.begin(0)
+    note_rounds(6, 0)
+    assert acceptance.classes(slots)[0] < NUM_CLASSES - 10
+
+
 @given(st.integers(0, 2**32), st.integers(1, 30))
 @settings(max_examples=20)
 def test_what_is_learned_is_near_the_truth(seed: int, count: int) -> None:
