@@ -82,6 +82,9 @@ class GrowthMasks:
 class MaskBuffers:
     """Where masks lie on the device: those of so many rows at the same place every time.
 
+    Numbers of rows share memory up to the next power of two: there are as many as batches and
+    shapes that clients choose.
+
     Args:
         vocab_size: Of the target.
     """
@@ -89,21 +92,21 @@ class MaskBuffers:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._num_words = -(-vocab_size // 32)
         self._device = device
-        self._of_rows: dict[
-            int, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # (on the host, on the device)
+        # By the most rows: on the host, on the device.
+        self._of_rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def filled(self, masks: GrowthMasks, growth: Growth) -> torch.Tensor:
         """Return the masks of the roots or beams of a growth, [rows, ceil(V / 32)] i32, valid until
-        the next masks of as many rows; waits for the device.
+        the next masks; waits for the device.
         """
         num_rows = len(growth.logits)
-        if num_rows not in self._of_rows:
-            self._of_rows[num_rows] = self._allocate(num_rows)
-        on_host, on_device = self._of_rows[num_rows]
+        most_rows = 1 << (num_rows - 1).bit_length()
+        if most_rows not in self._of_rows:
+            self._of_rows[most_rows] = self._allocate(most_rows)
+        on_host, on_device = [rows[:num_rows] for rows in self._of_rows[most_rows]]
         # Whoever read them last has been waited for: for the beams that it left, or for the trees.
         masks.fill_in(on_host, growth.beams)
-        if on_device is not on_host:
+        if on_device.device != on_host.device:
             on_device.copy_(on_host, non_blocking=True)
         return on_device
 

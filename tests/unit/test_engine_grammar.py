@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import xgrammar
 
+from draft_service.growth_masks import GrowthMasks, MaskBuffers
 from shared.errors import InvalidArgumentError
 from shared.grammar.matcher import OutputMatcher
 from shared.messages import (
@@ -181,6 +183,18 @@ def test_a_draft_that_is_lost_changes_nothing(models: Models) -> None:
     pair.replace_draft(make_draft(pairing, page_size=4))
     pair.finish()
     check(requests, plain)
+
+
+def test_masks_take_no_more_memory_for_many_shapes_than_for_the_largest() -> None:
+    buffers, vocab_size, places = MaskBuffers(3200, torch.device("cpu")), 3200, set()
+    for num_rows in range(1, 257):
+        growth: Any = SimpleNamespace(logits=torch.empty(num_rows, 1), beams=None)
+        masks = buffers.filled(GrowthMasks([], num_places=num_rows), growth)
+        assert masks.shape == (num_rows, vocab_size // 32) and masks.is_contiguous()
+        places.add((masks.data_ptr(), masks.untyped_storage().nbytes()))
+        same = buffers.filled(GrowthMasks([], num_places=num_rows), growth)
+        assert same.data_ptr() == masks.data_ptr(), "a graph would read elsewhere"
+    assert sum(num_bytes for _, num_bytes in places) <= 2 * masks.nbytes
 
 
 def test_requests_that_made_room_go_on(models: Models) -> None:
