@@ -107,6 +107,7 @@ class Scheduler:
         self._window = window
         self._waiting: list[tuple[tuple[float, int], TargetRequest]] = []  # (turn, request)
         self._held: dict[str, TargetRequest] = {}  # in order of admission
+        self._chains_wait = False  # one tree left prefills and replays no row of the last step
 
     @property
     def num_waiting(self) -> int:
@@ -174,11 +175,13 @@ class Scheduler:
             self._free_unseen()
         plan = StepPlan(admitted=self._admit())
         chained = [request for request in self.held if _has_chain(request)]
-        set_aside = self._max_batch_rows // CHAIN_SHARE if chained else 0
+        set_aside = max(self._max_batch_rows // CHAIN_SHARE, 1) if chained else 0
         budget = self._plan_rounds(plan, self._max_batch_rows, set_aside)
         budget = self._chain_budget(self._max_batch_rows - budget, budget) if chained else 0
         budget = self._plan_prefills(plan, chained, budget)
         self._plan_replays(plan, chained, budget)
+        has_chains = bool(plan.prefills or plan.replays)
+        self._chains_wait = bool(chained and plan.verifies) and not has_chains
         if plan.retracted:  # for others of this plan
             plan.leave_out_retracted()
         plan.verifies.sort(key=_is_tree_here)
@@ -196,7 +199,7 @@ class Scheduler:
             if request.phase is Phase.WAITING:
                 continue  # retracted for an older one
             num_rows = request.next_num_rows
-            if num_rows > budget - set_aside and plan.verifies:
+            if num_rows > budget - set_aside and (plan.verifies or self._chains_wait):
                 continue
             if self._reserve(request, request.most_launched_len + num_rows, plan.retracted):
                 plan.verifies.append(request)

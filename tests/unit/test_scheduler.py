@@ -469,6 +469,24 @@ def test_a_tree_larger_than_the_budget_runs_alone() -> None:
     assert world.step().verifies == [second]
 
 
+@pytest.mark.parametrize(("max_batch_rows", "num_nodes"), [(64, 64), (16, 16), (8, 64), (2, 1)])
+def test_trees_that_fill_steps_alone_take_turns_with_prompts(
+    max_batch_rows: int, num_nodes: int
+) -> None:
+    world = World(num_pages=2000, max_batch_rows=max_batch_rows)
+    requests = running(world, "abc")
+    late = world.open("late", 20)
+    num_rounds = dict.fromkeys("abc", 0)
+    for _ in range(60):
+        for request in requests:
+            if request.queued is None:
+                world.queue(request, num_nodes)
+        for request in world.step().verifies:
+            num_rounds[request.request_id] += 1
+    assert late.phase is Phase.RUNNING
+    assert min(num_rounds.values()) >= 15
+
+
 def test_pages_are_reserved_ahead_only_if_they_are_free() -> None:
     world = World(num_pages=1 + 20, page_size=4)
     old, new = running(world, "ab", num_tokens=8)
