@@ -6,6 +6,7 @@ round its speculation, nothing else.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +70,7 @@ class DraftEngine:
         self._recorder = Recorder(runner.pool.device)
         self._outbox: list[Any] = []
         self._reader = FeatureReader(info.features.width)
+        self._grammars = grammars
         self.requests = RequestTable(
             runner, self._outbox, self._recorder, grammars, max_context_len=max_context_len
         )
@@ -118,6 +120,12 @@ class DraftEngine:
             **dict(counted("coppice_draft_trees_total", "order", self.pipeline.num_trees)),
             "coppice_retractions_total": self.requests.num_retracted,
         }
+
+    def prepare(self, message: Any) -> Future[Any] | None:
+        """Begin to read the grammar of a request that is to be opened."""
+        if not isinstance(message, DraftOpen):
+            return None
+        return self._grammars.begin(message.compiled_grammar)
 
     def submit(self, message: Any) -> None:
         """Take a message of the front; a bad one fails its request only."""

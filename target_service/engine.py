@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from typing import Any
 
 from shared.errors import CoppiceError
@@ -87,6 +88,7 @@ class TargetEngine:
         self._state = state
         self.runner = runner
         self.serving = ServingCounts(runner.graphs)
+        self._grammars = grammars
         self._table = RequestTable(state, self.scheduler, source, grammars)
         self.pipeline = Pipeline(
             state=state,
@@ -186,6 +188,12 @@ class TargetEngine:
         self.runner.pool.check_integrity()
 
     # --- messages --------------------------------------------------------------------------------
+
+    def prepare(self, message: Any) -> Future[Any] | None:
+        """Begin to read the grammar of a request that is to be opened."""
+        if not isinstance(message, TargetOpen):
+            return None
+        return self._grammars.begin(message.compiled_grammar)
 
     def submit(self, message: Any) -> None:
         """Take a message of the front; a bad one is answered and changes nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -48,6 +49,13 @@ class Engine(Protocol):
     @property
     def counts(self) -> Samples:
         """Return what was counted since the start, by the names of docs/metrics.md."""
+
+    def prepare(self, message: Any) -> Future[Any] | None:
+        """Begin, beside the steps, what takes long of a message that is not submitted yet.
+
+        Returns: what is done before it should be submitted, whether that fails or not; None: it may
+            be submitted now.
+        """
 
     def submit(self, message: Any) -> None:
         """Take one message of shared.messages from the front."""

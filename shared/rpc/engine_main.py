@@ -35,6 +35,7 @@ from shared.rpc.engine import (
     SetEngineLogLevel,
     will_have_work,
 )
+from shared.rpc.held_messages import HeldMessages
 from shared.rpc.pipe import BlockingPipe
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ CHECK_INTERVAL_S = 1.0
 REPORT_DELAY_S = 0.05
 PROGRESS_DELAY_S = 0.5
 COUNTS_INTERVAL_S = 0.25
+# Between two looks whether what a message waits for is prepared.
+HELD_POLL_S = 0.002
 # Longer than a step of many requests: waking takes 0.2 ms, and an engine that fell asleep in every
 # step of the other one would lose them in every round.
 BUSY_POLL_US = 20_000
@@ -157,19 +160,25 @@ class _EngineLoop:
         self._reported: tuple[WorkerLoad, int, bool] | None = None  # load, num_received, has_work
         self._next_check = self._next_report = self._next_counts = self._next_trim = 0.0
         self._profile: Any = None  # what records the steps, if they are recorded
+        self._held = HeldMessages(engine.prepare)
 
     def submit(self, received: Sequence[Sequence[Any]]) -> None:
         """Hand over what peers have sent, then the front's messages, which may follow from it."""
         engine = self._engine
         for channel, message in engine.channels.receive():
             engine.submit_peer(channel, message)
+        if self._held:
+            self._submit_unless_held(self._held.released())
         for messages in received:
-            for message in messages:
-                if isinstance(message, EngineOrder):  # counted, which leads to a report
-                    self._obey(message)
-                else:
-                    engine.submit(message)
+            self._submit_unless_held(messages)
             self._num_received += len(messages)
+
+    def _submit_unless_held(self, messages: Sequence[Any]) -> None:
+        for message in messages:
+            if isinstance(message, EngineOrder):  # counted, which leads to a report
+                self._obey(message)
+            elif not self._held.takes(message):
+                self._engine.submit(message)
 
     def _obey(self, order: EngineOrder) -> None:
         match order:
@@ -228,6 +237,10 @@ class _EngineLoop:
         if begins_in_s is not None or engine.has_work:  # it may have begun between two looks
             return
         load = engine.load
+        if self._held:
+            self._report_idle(load)
+            pipe.poll(HELD_POLL_S, channels)
+            return
         self._tidy(load)
         is_reported = self._report_idle(load)
         has_message = False

@@ -27,6 +27,9 @@ class BareEngine:
     def channels(self) -> PeerChannels:
         return PeerChannels()
 
+    def prepare(self, message: Any) -> None:
+        """Nothing takes long."""
+
     def submit_peer(self, channel: PeerChannel, message: Any) -> None:
         raise AssertionError(f"{message} over a channel that does not exist")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from concurrent.futures import Future
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
@@ -179,6 +180,39 @@ def test_what_a_channel_says_comes_before_what_follows_from_it() -> None:
     with pytest.raises(EOFError):
         run_engine(engine, pipe)  # type: ignore[arg-type]
     assert engine.seen == ["go", "open", "credit"]
+
+
+class Opening(NamedTuple):
+    request_id: str
+
+
+class Preparing(Attached):
+    """Prepares openings until the front says "prepared"."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._preparation: Future[None] = Future()
+
+    def prepare(self, message: Any) -> Future[None] | None:
+        is_slow = isinstance(message, Opening) and not self._preparation.done()
+        return self._preparation if is_slow else None
+
+    def submit(self, message: Any) -> None:
+        super().submit(message)
+        if message == "prepared":
+            self._preparation.set_result(None)
+
+
+def test_other_messages_and_steps_go_on_while_an_opening_is_prepared() -> None:
+    clock = Clock()
+    engine = Preparing(clock, [["a"], ["b"]])
+    batches: list[list[Any]] = [[Opening("slow"), "x"], ["go"], ["prepared"]]
+    pipe = ScriptedPipe(clock, batches, [False, True, False, True], poll_s=0.0)
+    with pytest.raises(EOFError):
+        run_engine(engine, pipe)  # type: ignore[arg-type]
+    assert engine.seen == ["x", "go", "open", "open", "prepared", Opening("slow")]
+    outputs = [output for report in pipe.reports for output in report.outputs]
+    assert outputs == ["a", "b"] and pipe.reports[-1].num_received == 4
 
 
 class Unchanging(Scripted):
