@@ -102,6 +102,26 @@ def test_commands_of_a_document_are_understood(document: str) -> None:
         assert not unknown, f"{document}: {command}"
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_workers_of_a_document_listen_where_its_orchestrator_looks(document: str) -> None:
+    """Without `--port` they take any free one, which the orchestrator beside them cannot name."""
+    for block in _FENCED.findall((ROOT / document).read_text()):
+        commands = [
+            vars(build_parser().parse_known_args(shlex.split(command, comments=True)[1:])[0])
+            for command in _COMMAND.findall(block.replace("\\\n", " "))
+            if command.startswith("coppice serve")
+        ]
+        named = {
+            role: re.findall(r":(\d+)", command.get(f"{role}s") or "")
+            for command in commands
+            for role in ("target", "draft")
+            if command.get("role") == "orchestrator"
+        }
+        for command in commands:
+            if ports := named.get(command.get("role", "")):
+                assert command.get("port") in ports, f"{document}: {command}"
+
+
 def test_architecture_is_short_enough_to_be_read() -> None:
     assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) < 250
 
