@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from coppice.client import AsyncClient
 from coppice.gateway.access import json_body, num_refusals, passed_on
-from coppice.gateway.errors import bad_request
+from coppice.gateway.errors import api_error, bad_request
 from coppice.gateway.exchange import CHAT, COMPLETIONS, Exchange, Exchanges, Handler
 from coppice.gateway.fields import (
     ChatFields,
@@ -43,6 +43,7 @@ from coppice.gateway.upstreams import QUESTION_TIMEOUT_S, Model, Upstreams
 from coppice.model import ServedModel
 from shared.access.tokens import TokenCheck
 from shared.config import GatewayConfig
+from shared.errors import InvalidArgumentError
 from shared.metrics.exposition import Exposition
 
 _OTHER = "other"
@@ -258,7 +259,10 @@ class Gateway:
         metadata = passed_on(exchange.request)
         upstream, _ = await self._upstreams.find(fields.model, metadata)
         client = upstream.client(metadata)
-        found = await client.detokenize(fields.tokens, timeout_s=QUESTION_TIMEOUT_S)
+        try:
+            found = await client.detokenize(fields.tokens, timeout_s=QUESTION_TIMEOUT_S)
+        except InvalidArgumentError as error:
+            raise api_error(error, params={"token_ids": "tokens"}) from error
         await exchange.reply({"prompt": found.text})
 
     async def _health(self, exchange: Exchange) -> None:

@@ -132,11 +132,15 @@ def model_not_found(name: str) -> ApiError:
     return bad_request(message, param="model", code="model_not_found", status=404)
 
 
-def api_error(error: CoppiceError) -> ApiError:
-    """Return what a client is told of an error of the orchestrator or of the gateway."""
+def api_error(error: CoppiceError, *, params: Mapping[str, str] = _PARAMS) -> ApiError:
+    """Return what a client is told of an error of the orchestrator or of the gateway.
+
+    Args:
+        params: What fields of its request to the orchestrator are called in the client's.
+    """
     status = _STATUS_OF_REASON.get(error.reason) or _STATUS_OF_CODE[error.code]
     kind = "server_error" if status >= _MIN_SERVER_ERROR else "invalid_request_error"
-    param = _param(error.field) if error.field else None
+    param = _param(error.field, params) if error.field else None
     return ApiError(
         status=status,
         message=_message(error.message, error.field, param) if param else error.message,
@@ -158,14 +162,16 @@ def _retry_headers(error: CoppiceError, status: int) -> dict[str, str]:
     return {"x-should-retry": "false"} if is_final else {}
 
 
-def _param(field: str) -> str:
+def _param(field: str, params: Mapping[str, str]) -> str:
     if field.startswith("speculation."):
         return field
-    return _PARAMS.get(field, field.rpartition(".")[2])
+    return params.get(field, field.rpartition(".")[2])
 
 
 def _message(message: str, field: str, param: str) -> str:
     """Return what is wrong with a field, by the names that HTTP has for it and for the limit."""
-    own = field.rpartition(".")[2]
+    path, _, own = field.rpartition(".")
     message = re.sub(rf"^({re.escape(field)}|{re.escape(own)})\b", lambda _: param, message)
+    if path:  # a name alone may be a word of the text
+        message = message.replace(field, param)
     return message.replace(" max_new_tokens", " max_tokens")

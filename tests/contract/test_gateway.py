@@ -231,6 +231,7 @@ async def test_choices_bring_the_experts_that_grpc_brings(model: Path, num_exper
         with pytest.raises(openai.BadRequestError, match="no experts") as refused:
             await front.client().completions.create(prompt="ab", **asked, **wanted)
         assert (refused.value.param, refused.value.code) == ("return_routed_experts", "no_experts")
+        assert "leave return_routed_experts out" in refused.value.message
 
 
 async def test_a_chat_is_a_templated_prompt_with_one_begin(model: Path) -> None:
@@ -406,8 +407,11 @@ async def test_what_cannot_be_is_refused_as_openai_does(model: Path) -> None:
             assert answer.status_code == 400 and "error" in answer.json()
         answer = await front.http.post("/v1/completions", content=raw)
         assert answer.status_code == 415, "what a page of another site could send"
-        answer = await front.http.post("/detokenize", json={"tokens": [1] * 100_000})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
+        for tokens in ([1] * 100_000, [10**6]):
+            answer = await front.http.post("/detokenize", json={"tokens": tokens})
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["param"] == "tokens", error
+            assert error["message"].startswith("tokens"), error
         answer = await front.http.get("/v2")
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
         assert "/v1/models/NAME" in answer.json()["error"]["message"]
