@@ -11,6 +11,7 @@ import contextlib
 import errno
 import functools
 import logging
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ _KEEP_ALIVE_S = 60
 _BACKLOG = 2048
 # Idle ones, beside those that are being answered; more are answered 503.
 _MAX_CONNECTIONS = 4096
+_ADDRESS = re.compile(r"[^/]+:\d{1,5}")
 _FAMILIES = {True: socket.AF_INET6, False: socket.AF_INET}
 
 
@@ -63,6 +65,11 @@ class GatewayServer:
         addresses = [part.strip() for part in config.orchestrators.split(",") if part.strip()]
         if not addresses:
             raise ConfigError("there is no orchestrator; name at least one with --orchestrators")
+        for address in addresses:
+            if not _ADDRESS.fullmatch(address):  # gRPC would try port 443
+                raise ConfigError(
+                    f"--orchestrators holds {address!r}, expected HOST:PORT[,HOST:PORT...]"
+                )
         gate = front_gate(config)
         log_exposure(config, gate)
         self._config = config

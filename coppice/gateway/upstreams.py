@@ -152,11 +152,13 @@ class Upstream:
     async def follow_health(self) -> None:
         """Keep `is_ready` as the orchestrator says it."""
         while True:
-            was_ready, self.is_ready = self.is_ready, await self._ask_health()
-            self.was_asked = True
-            if was_ready != self.is_ready:
-                logger.info("%s is %sready", self.address, "" if self.is_ready else "not ")
+            problem = await self._ask_health()
+            is_ready = not problem
+            if is_ready != self.is_ready or not self.was_asked:
+                said = f"not ready: {problem}" if problem else "ready"
+                logger.info("%s is %s", self.address, said)
                 self._fresh_until.clear()
+            self.is_ready, self.was_asked = is_ready, True
             await asyncio.sleep(_HEALTH_INTERVAL_S)
 
     async def close(self) -> None:
@@ -173,13 +175,15 @@ class Upstream:
         model = self.models.get(card.name)
         return model if model is not None and model.card == card else None
 
-    async def _ask_health(self) -> bool:
+    async def _ask_health(self) -> str:
+        """Return why the orchestrator takes no requests; "": it does."""
         request = health_pb2.HealthCheckRequest(service=ORCHESTRATOR_SERVICE)
         try:
             reply = await self._health.Check(request, timeout=_ASK_TIMEOUT_S)
-        except grpc.RpcError:
-            return False
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        status = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+        return "" if status == "SERVING" else f"it is {status}"
 
 
 class Upstreams:

@@ -558,6 +558,8 @@ async def test_whoever_could_call_from_elsewhere_is_asked_for_a_token() -> None:
     for fields, text in (
         ({"host": "0.0.0.0", "orchestrators": "a:1"}, "--token-file"),
         ({}, "--orchestrators"),
+        ({"orchestrators": "a:1,b"}, "--orchestrators holds 'b', expected HOST:PORT"),
+        ({"orchestrators": "http://a:1"}, "--orchestrators holds 'http://a:1'"),
         ({"orchestrators": "a:1", "tls_key_file": "x"}, "--tls-cert-file"),
         ({"orchestrators": "a:1", "tls_server_name": "x"}, "--tls-ca-file"),
     ):
@@ -620,10 +622,10 @@ async def test_it_is_not_ready_before_each_orchestrator_was_asked(
     """Or a model of one not yet heard of would not be found."""
     answers = asyncio.Event()
 
-    async def ask(upstream: Upstream) -> bool:
+    async def ask(upstream: Upstream) -> str:
         if upstream.address == "late:1":
             await answers.wait()
-        return upstream.address == "ready:1"
+        return "" if upstream.address == "ready:1" else "it hangs"
 
     monkeypatch.setattr(Upstream, "_ask_health", ask)
     upstreams = Upstreams(["ready:1", "late:1"], tls=None, num_connections=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -10,8 +11,9 @@ import grpc.aio
 import pytest
 
 from coppice.client import AsyncClient, CancelledError, DeadlineExceededError
+from coppice.gateway import upstreams as upstreams_module
 from coppice.gateway.errors import api_error
-from coppice.gateway.upstreams import TokenTexts
+from coppice.gateway.upstreams import TokenTexts, Upstream
 from coppice.model import TokenText
 from shared.errors import CoppiceError, InternalError, StatusCode, UnavailableError
 from shared.rpc.status import from_rpc_error
@@ -112,3 +114,23 @@ async def test_an_orchestrator_that_is_just_away_is_asked_again(
         return
     await client.learn(tokens, 7)
     assert tokens[7] == b"7" and len(client.asked) == 2
+
+
+@pytest.mark.asyncio
+async def test_why_an_orchestrator_is_not_ready_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the start on: nobody may ever have answered there."""
+    monkeypatch.setattr(upstreams_module, "_HEALTH_INTERVAL_S", 0.01)
+    caplog.set_level("INFO", logger=upstreams_module.__name__)
+    upstream = Upstream("127.0.0.1:1", tls=None, num_connections=1)
+    following = asyncio.create_task(upstream.follow_health())
+    async with asyncio.timeout(20):
+        while not caplog.messages:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await upstream.close()
+    (said,) = caplog.messages
+    assert said.startswith("127.0.0.1:1 is not ready: UNAVAILABLE: ") and "refused" in said
