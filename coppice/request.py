@@ -176,6 +176,13 @@ def build_request(prompt: str | None, options: RequestOptions) -> pb.GenerateReq
             "speculation must be None, True or False", field="speculation"
         ) from None
 
+    stops = options.get("stop_strings")
+    if isinstance(stops, str):  # protobuf would take each of its characters
+        raise InvalidArgumentError(
+            f"stop_strings is {reprlib.repr(stops)}, expected a list of texts",
+            field="stopping.stop_strings",
+        )
+
     def given(names: Sequence[str]) -> dict[str, object]:
         return {name: options[name] for name in names if options.get(name) is not None}  # type: ignore[literal-required]
 

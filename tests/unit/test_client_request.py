@@ -67,6 +67,7 @@ WHOLE = "a whole number of -2^31 to 2^31 - 1"
         ("top_p", "x", "sampling.top_p", "is 'x', expected a number"),
         ("logit_bias", [1], "sampling.logit_bias", "is [1], expected several, each a token id"),
         ("stop_token_ids", 3, "stopping.stop_token_ids", f"is 3, expected several, each {WHOLE}"),
+        ("stop_strings", "abc", "stopping.stop_strings", "is 'abc', expected a list of texts"),
         ("stop_strings", [3], "stopping.stop_strings", "expected several, each a text"),
         ("ignore_eos", "x", "stopping.ignore_eos", "is 'x', expected True or False"),
         ("topk", 2**40, "speculation.topk", f"expected {WHOLE}"),
