@@ -73,6 +73,21 @@ def _check_files(arguments: argparse.Namespace) -> None:
         path = getattr(arguments, name)
         if path and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"{flag_name(name)} {path}: there is no such folder to write to")
+        if path:
+            _check_writable(Path(path), f"{flag_name(name)} {path}")
+
+
+def _check_writable(path: Path, said: str) -> None:
+    """Find out before the measurement, which would be lost."""
+    is_new = not path.exists()
+    if not (is_new or path.is_file() or path.is_dir()):
+        return  # a pipe or a device
+    try:
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write {said}: {error.strerror}") from error
 
 
 def compared_files(arguments: argparse.Namespace) -> tuple[str, str]:

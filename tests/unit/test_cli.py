@@ -116,6 +116,8 @@ def test_unknown_arguments_are_refused(
         (["bench", "--schedule", "x", "--new-tokens", "5"], "--new-tokens means nothing with"),
         (["bench", "--goodput", "fast"], "--goodput is 'fast', expected limits of ttft"),
         (["bench", "--output", "/none/a.json"], "--output /none/a.json: there is no such folder"),
+        (["bench", "--output", "/"], "cannot write --output /: Is a directory"),
+        (["bench", "--plot", "/proc/a.svg"], "cannot write --plot /proc/a.svg: "),
         (["bench", "--compare-outputs", "/none"], "cannot read /none"),
         (["bench", "compare", "/none", "/none"], "cannot read /none"),
         (["bench", "compare", "a", "b", "--rate", "5"], "--rate means nothing with compare"),
