@@ -7,6 +7,7 @@ import sys
 
 from coppice.cli.options import add_tls_options, check_address, other_speech, tls_of
 from coppice.health import HealthProbe
+from shared.errors import ConfigError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -25,8 +26,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the status; 0 if SERVING, else 1. Raises: ConfigError for an address that is none."""
+    """Print the status; 0 if SERVING, else 1.
+
+    Raises: ConfigError for an address, or a time, that is none.
+    """
     check_address(arguments.address, "HOST:PORT")
+    if not arguments.timeout_s > 0:
+        raise ConfigError(f"--timeout-s is {arguments.timeout_s:g}, expected more than 0")
     tls = tls_of(arguments)
     with HealthProbe(arguments.address, tls=tls) as probe:
         status = probe.status(arguments.service, timeout_s=arguments.timeout_s)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
 from coppice.cli.options import add_admin_option, open_admin
+from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from coppice.admin import AdminClient
@@ -34,12 +36,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Show a view of the last interval, again and again until Ctrl-C; once where the output is no
     terminal, which could not be overwritten.
+
+    Raises: ConfigError for an interval that is none.
     """
     from rich.console import Group
     from rich.live import Live
 
     from coppice.cli.admin_tables import frame, print_table
 
+    if not 0 < arguments.interval_s < threading.TIMEOUT_MAX:
+        raise ConfigError(f"--interval-s is {arguments.interval_s:g}, expected more than 0")
     with open_admin(arguments) as client:
         before = sample(client)
         time.sleep(arguments.interval_s)
