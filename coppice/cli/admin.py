@@ -43,7 +43,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_worker(profile)
     profile.add_argument("--num-steps", type=int, default=0, help="steps to record (default: 20)")
     profile.add_argument("--stop", action="store_true", help="end the recording, print its file")
-    add("stats", _stats, "print sums over all requests")
+    stats = add("stats", _stats, "print sums over all requests")
+    # Before the action argparse would take the value of an option for the action.
+    for name in stats._option_string_actions:
+        if name not in parser._option_string_actions:
+            parser.add_argument(
+                name,
+                nargs="?",
+                action=_Misplaced,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,6 +61,21 @@ def run(arguments: argparse.Namespace) -> int:
     with open_admin(arguments) as client:
         arguments.act(client, arguments)
     return 0
+
+
+class _Misplaced(argparse.Action):
+    """An option of actions in front of the action."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        parser.error(
+            f"{option_string} goes behind the action: coppice admin ACTION {option_string}"
+        )
 
 
 def _add_worker(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:

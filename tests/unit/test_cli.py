@@ -488,6 +488,18 @@ def test_request_flags_become_keywords() -> None:
     assert request_keywords(parse("generate", "hi", "--no-speculation"))["speculation"] is False
 
 
+@pytest.mark.parametrize("option", ["--address", "--token-file", "--tls", "--tls-ca-file"])
+def test_options_before_an_action_of_admin_are_told_where_they_go(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["admin", option, "a:1", "workers"])
+    assert ended.value.code == 2
+    assert (
+        f"{option} goes behind the action: coppice admin ACTION {option}" in capsys.readouterr().err
+    )
+
+
 def test_flags_say_what_an_output_must_be(tmp_path: Path) -> None:
     file = tmp_path / "schema.json"
     file.write_text('{"type": "object"}')
