@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     arguments, extras = build_parser().parse_known_args(argv)
     if extras:
-        _refuse(arguments.parser, extras[0])
+        _refuse(arguments, extras[0])
     try:
         return int(arguments.run(arguments))
     except ConfigError as error:
@@ -61,9 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILURE
 
 
-def _refuse(parser: argparse.ArgumentParser, extra: str) -> None:
+def _refuse(arguments: argparse.Namespace, extra: str) -> None:
+    parser: argparse.ArgumentParser = arguments.parser
     if not extra.startswith("-"):
         parser.error(f"unexpected argument {extra!r}")
     flag = extra.partition("=")[0]
     known = [name for name in parser._option_string_actions if name.startswith("--")]
-    parser.error(f"unknown option {flag}{suggestion(flag, known)}")
+    elsewhere = arguments.elsewhere(flag) if "elsewhere" in arguments else ""
+    parser.error(f"unknown option {flag}{elsewhere or suggestion(flag, known)}")

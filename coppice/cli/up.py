@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import signal
 import sys
@@ -11,10 +12,17 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from coppice.cli.options import add_config_option, known_variables, read_sections
+from coppice.cli.options import (
+    CONFIG_TYPES,
+    SECTIONS,
+    add_config_option,
+    known_variables,
+    read_sections,
+)
 from coppice.stack import ServiceFailedError, Stack, StackConfig
 from coppice.stack.config import UpConfig, stack_config
 from shared.config import DraftConfig, GatewayConfig, OrchestratorConfig, TargetConfig
+from shared.config.check import flag_name
 from shared.config.loader import (
     add_config_flags,
     explicit_values,
@@ -63,7 +71,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_config_option(parser)
     add_config_flags(parser, UpConfig)
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run, parser=parser, elsewhere=_elsewhere)
+
+
+def _elsewhere(flag: str) -> str:
+    """Return where an option of services that is none of `up` goes; "" if no service has it."""
+    tables = [
+        f"[{section}]"
+        for section, config_type in zip(SECTIONS, CONFIG_TYPES, strict=True)
+        for spec in dataclasses.fields(config_type)
+        if flag_name(spec.name) == flag and spec.name not in NOT_HERE
+    ]
+    name = flag.removeprefix("--").replace("-", "_")
+    return f": write {name} into {' or '.join(tables)} of the --config file" if tables else ""
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -500,6 +500,24 @@ def test_options_before_an_action_of_admin_are_told_where_they_go(
     )
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--peer-host", ": write peer_host into [target] of the --config file"),
+        ("--num-pages=9", ": write num_pages into [target] or [draft] of the --config file"),
+        ("--admin-port", ": write admin_port into [orchestrator] of the --config file"),
+        ("--target-modl", "; did you mean --target-model?"),
+    ],
+)
+def test_up_says_where_an_option_of_one_service_goes(
+    flag: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["up", flag, "5"])
+    assert ended.value.code == 2
+    assert f"unknown option {flag.partition('=')[0]}{said}" in capsys.readouterr().err
+
+
 def test_flags_say_what_an_output_must_be(tmp_path: Path) -> None:
     file = tmp_path / "schema.json"
     file.write_text('{"type": "object"}')
