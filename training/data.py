@@ -13,7 +13,15 @@ SHORT_LENGTH, LONG_LENGTH = 1024, 2048
 
 
 def load_tokens(path: Path, device: torch.device) -> Tensor:
-    """Load a flat uint16 file of token ids as one int32 tensor."""
+    """Load a flat uint16 file of token ids as one int32 tensor.
+
+    Raises: SystemExit if it is not there, with what makes it.
+    """
+    if not path.is_file():
+        raise SystemExit(
+            f"there is no {path}: python -m training.corpus, then python -m "
+            "training.train_tokenizer, make it (training/README.md); --data-dir names its folder"
+        )
     return torch.from_numpy(np.fromfile(path, dtype=np.uint16).astype(np.int32)).to(device)
 
 

@@ -111,3 +111,8 @@ def test_both_learn_and_trees_of_the_layer_are_accepted(
     LocalPair(served, make_draft(pairing)).run(speculative)
     assert [request.output for request in speculative] == [request.output for request in plain]
     assert speculative[0].accept_length > 2.5
+
+
+def test_a_corpus_that_is_not_there_is_said_with_what_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="train.bin: python -m training.corpus, then"):
+        data.load_tokens(tmp_path / "train.bin", torch.device("cpu"))
