@@ -201,7 +201,11 @@ def other_speech(address: str, tls: Tls | None) -> str:
             f"something listens at {address}, but answers no plain gRPC: a server with TLS "
             "(--tls-ca-file), one of HTTP, or one that hangs"
         )
-    return f"something listens at {address}, but answers no gRPC with the TLS that --tls-... expect"
+    return (
+        f"something listens at {address}, but answers no gRPC with this TLS: its certificate is of "
+        "another authority (--tls-ca-file) or name (--tls-server-name), it asks for one of ours "
+        "(--tls-cert-file), or it has no TLS"
+    )
 
 
 def check_address(address: str, name: str) -> None:

@@ -226,6 +226,10 @@ def test_who_speaks_no_grpc_is_told_from_nobody(
     assert out == "" and err.count("\n") == 1
     assert f"something listens at {web_server}, but answers no plain gRPC" in err
     assert "--tls-ca-file" in err and hint in err
+    assert main([*command, option, web_server, "--tls"]) == 1
+    err = capsys.readouterr().err
+    for flag in ("--tls-ca-file", "--tls-cert-file", "--tls-server-name"):
+        assert flag in err
 
 
 @pytest.mark.parametrize(
