@@ -8,6 +8,7 @@ import sys
 from coppice.cli.options import add_tls_options, check_address, other_speech, tls_of
 from coppice.health import HealthProbe
 from shared.errors import ConfigError
+from shared.rpc.health_names import HEALTH_SERVICES
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,5 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
         hint = "; of a gateway name its --health-port, or ask GET /health of its HTTP port"
         sys.stderr.write(
             f"coppice: {what + hint if what else f'nothing listens at {arguments.address}'}\n"
+        )
+    if status == "SERVICE_UNKNOWN":
+        sys.stderr.write(
+            f"coppice: {arguments.address} has no service {arguments.service!r}; full names are "
+            f"{', '.join(HEALTH_SERVICES)}\n"
         )
     return 0 if status == "SERVING" else 1

@@ -12,6 +12,14 @@ DRAFT_SERVICE = "coppice.v1.DraftService"
 CONTROL_SERVICE = "coppice.v1.WorkerControlService"
 """Has no health of its own."""
 ADMIN_SERVICE = "coppice.v1.AdminService"
+HEALTH_SERVICES = (
+    ORCHESTRATOR_SERVICE,
+    SPECULATION_SERVICE,
+    TARGET_SERVICE,
+    DRAFT_SERVICE,
+    GATEWAY_SERVICE,
+)
+"""Those that have a health of their own, each at its own process."""
 
 
 def process_name(pid: int) -> str:

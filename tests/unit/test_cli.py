@@ -737,6 +737,7 @@ def test_health_of_a_real_server(capsys: pytest.CaptureFixture[str]) -> None:
     said = printed.out.split()
     assert said == ["SERVING", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN", "UNREACHABLE"]
     assert f"nothing listens at {address}" in printed.err
+    assert f"{address} has no service 'no.Service'; full names are coppice.v1." in printed.err
 
 
 def test_health_of_a_gateways_http_port_says_where_to_ask(
