@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # gRPC's own log, in a format of its own; its errors reach us as exceptions.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    arguments, extras = build_parser().parse_known_args(argv)
-    if extras:
-        _refuse(arguments, extras[0])
     try:
+        arguments, extras = build_parser().parse_known_args(argv)
+        if extras:
+            _refuse(arguments, extras[0])
         return int(arguments.run(arguments))
     except ConfigError as error:
         sys.stderr.write(f"coppice: {error}\n")

@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import coppice
 from coppice.cli import bench_options, generate, options, serve, up
+from coppice.cli import main as main_module
 from coppice.cli.main import build_parser, main
 from coppice.cli.render import TokenPrinter, stats_rows
 from coppice.cli.request_options import SAMPLING, SHAPE, request_keywords
@@ -490,6 +491,16 @@ def test_request_flags_become_keywords() -> None:
         "min_new_tokens": 1,
     }
     assert request_keywords(parse("generate", "hi", "--no-speculation"))["speculation"] is False
+
+
+def test_ctrl_c_while_commands_are_imported_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main_module, "build_parser", interrupt)
+    assert main(["generate", "x"]) == 130
 
 
 @pytest.mark.parametrize("option", ["--address", "--token-file", "--tls", "--tls-ca-file"])
