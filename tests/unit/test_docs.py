@@ -23,7 +23,7 @@ PLAIN_WORDS = frozenset(
     """
     access allocator allowed answers auth bench check checkpoint children client
     compile config costs decoder demo dense embedding endpoints errors factory failures field
-    files filters generate generation graphs growth head health input interceptors kernels
+    files filters generate generation graphs growth head health held input interceptors kernels
     language launch linear lines llama loader loading log main math memory messages models names
     nodes norm option options output packing params penalties phases plot process progress
     render request runner sampler sampling scheduler select serve server service shape shared
