@@ -1,6 +1,6 @@
 # Every target sets up .venv by itself; up to date, that is silent and instant.
 #   make demo     see it work: three services, the bundled models, with and without speculation
-#   make test     what proves everything that runs on a CPU, 10 minutes on two cores
+#   make test     what proves everything that runs on a CPU, 10 to 26 minutes on two cores
 #   make test-slow   the rest: the same promises over more shapes, kinds and seeds
 #   make check    lint, types and the fast tests, three minutes
 #   make format   apply the formatter and the safe lint fixes
