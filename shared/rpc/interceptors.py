@@ -188,20 +188,21 @@ class _Writing:
 
     The first message takes the call's headers with it. Were its write cut off, gRPC would send
     them again with the status; that fails, and the client would never hear of the end.
+
+    Attributes:
+        write: Writes a message; a cancellation ends this, yet not the write of the first one.
     """
 
     def __init__(self, context: Any) -> None:
         self._context = context
         self._first: asyncio.Future[None] | None = None
+        self.write = self._write_first
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
-    async def write(self, message: Any) -> None:
-        """Write a message; a cancellation ends this, yet not the write of the first one."""
-        if self._first is not None:
-            await self._context.write(message)
-            return
+    async def _write_first(self, message: Any) -> None:
+        self.write = self._context.write  # of all others
         self._first = asyncio.ensure_future(self._context.write(message))
         await asyncio.shield(self._first)
 
